@@ -78,6 +78,25 @@ def require_space(folder: Path, key: str, num_bytes: int) -> None:
         )
 
 
+def read_text(path: Path, argument: str) -> str:
+    """Reads a UTF-8 file.
+
+    Args:
+        argument: the key or option that names the file, for the message.
+    Raises:
+        ConfigError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf8")
+    except OSError as error:
+        raise ConfigError(f"{argument}: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{argument}: {path} must be UTF-8 text, got the byte "
+            f"0x{error.object[error.start]:02x} at offset {error.start}"
+        ) from None
+
+
 def reason_of(error: OSError) -> str:
     # NumPy's OSError has only a text.
     return error.strerror or str(error)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from cce_dist.train.config.schema import OptimizerConfig, TrainConfig
 from cce_dist.train.model.decoder import Decoder
-from cce_dist.train.model.fsdp import is_fully_sharded, local_shard
+from cce_dist.train.model.fsdp import local_shard
 
 from .collectives import sum_gradients, sum_over_world
 from .errors import JobError
@@ -64,7 +65,7 @@ def sync_gradients(model: Decoder, ranks: Ranks, *, sequence_parallel: bool) -> 
     averaged over dp in the backward.
     """
     body = _local_grads(model.body_parameters().values())
-    if is_fully_sharded(model):
+    if isinstance(model, FSDPModule):
         if sequence_parallel:
             sum_gradients(body, ranks.tp_group, 1.0)
         return
@@ -100,7 +101,7 @@ def agree(
     """
     vocabulary = _squared_norm(model.sharded_parameters().values()) / (1 + model.is_copied)
     body = _squared_norm(model.body_parameters().values()) / ranks.tp
-    squared_norm_here = (vocabulary + body) / (1 if is_fully_sharded(model) else ranks.dp)
+    squared_norm_here = (vocabulary + body) / (1 if isinstance(model, FSDPModule) else ranks.dp)
     # Each rank adds to its own place, so that the sum also gives each rank's number.
     each = torch.zeros(2, ranks.world_size, dtype=torch.float64)
     each[0, ranks.rank], each[1, ranks.rank] = peak_memory, step

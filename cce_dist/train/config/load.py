@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from cce_dist.train.data.text import read_text
+from cce_dist.train.disk import read_text
 from cce_dist.train.errors import ConfigError
 
 from .fit_to_ranks import fit_to_ranks

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, fields
+from contextlib import suppress
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_type_hints
 
@@ -18,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from cce_dist import Filter, LossOptions, Screen
+from cce_dist import LossOptions
 
 from .pipeline import Layout, ScheduleName, require_microbatches, split_layers, stages_of_a_rank
 
@@ -28,13 +29,10 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _nameable(path: Path) -> Path:
-    try:
-        is_name = b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:
-        is_name = False
-    if not is_name:
-        raise PydanticCustomError("no_file_name", "Path should be a name that a file can have")
-    return path
+    with suppress(UnicodeEncodeError):
+        if b"\0" not in os.fsencode(path):
+            return path
+    raise PydanticCustomError("no_file_name", "Path should be a name that a file can have")
 
 
 SystemPath = Annotated[Path, Field(strict=False), AfterValidator(_nameable)]
@@ -44,14 +42,8 @@ MIN_VOCAB_SIZE = 257
 MIB = 2**20
 # Options of the loss that the job sets itself. The file's workspace is in MiB.
 SET_BY_JOB = (
-    "sequence_parallel",
-    "ignore_index",
-    "reduction",
-    "shift",
-    "stats",
-    "workspace_bytes",
-    "keep_logits",
-    "check_ranks",
+    *("sequence_parallel", "ignore_index", "reduction", "shift", "stats"),
+    *("workspace_bytes", "keep_logits", "check_ranks"),
 )
 
 
@@ -122,12 +114,10 @@ class ParallelConfig(Section):
         return self
 
 
-def _section_of(options: type, key: str, **others: Any) -> Any:
-    """Returns a field type: a section whose keys are a dataclass's fields becomes the dataclass.
+def _section_of(options: type, key: str) -> Any:
+    """Returns a field type: the section whose keys are a dataclass's fields becomes the dataclass.
 
-    Args:
-        key: the section's key, by which messages name the fields.
-        others: types and defaults of keys that differ from the dataclass's fields.
+    Args: key: the section's key, by which messages name the fields.
     """
 
     def make(section: Section) -> Any:
@@ -140,10 +130,15 @@ def _section_of(options: type, key: str, **others: Any) -> Any:
             text = str(error).replace(f"{options.__name__}.", f"{key}.")
             raise ValueError(text if text.startswith(key) else f"{key}.{text}") from None
 
-    types = get_type_hints(options)
-    keys = {x.name: (types[x.name], x.default) for x in fields(options) if x.name not in SET_BY_JOB}
-    section = create_model(options.__name__, __base__=Section, **{**keys, **others})
-    return Annotated[section, AfterValidator(make)]
+    types, keys = get_type_hints(options), {}
+    for name, field in options.__dataclass_fields__.items():
+        if name == "workspace_bytes":
+            keys["workspace_mib"] = Annotated[float, Field(ge=2**-4)] | None, None
+        elif is_dataclass(types[name]):
+            keys[name] = _section_of(types[name], f"{key}.{name}"), types[name]()
+        elif name not in SET_BY_JOB:
+            keys[name] = types[name], field.default
+    return Annotated[create_model(key, __base__=Section, **keys), AfterValidator(make)]
 
 
 def _as_keys(loss: LossOptions) -> dict[str, Any]:
@@ -155,16 +150,7 @@ def _as_keys(loss: LossOptions) -> dict[str, Any]:
 if TYPE_CHECKING:
     LossSection: TypeAlias = LossOptions
 else:
-    LossSection = Annotated[
-        _section_of(
-            LossOptions,
-            "loss",
-            filter=(_section_of(Filter, "loss.filter"), Filter()),
-            screen=(_section_of(Screen, "loss.screen"), Screen()),
-            workspace_mib=(Annotated[float, Field(ge=2**-4)] | None, None),
-        ),
-        PlainSerializer(_as_keys),
-    ]
+    LossSection = Annotated[_section_of(LossOptions, "loss"), PlainSerializer(_as_keys)]
 
 
 class OptimizerConfig(Section):

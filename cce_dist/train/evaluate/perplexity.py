@@ -19,8 +19,8 @@ from cce_dist.train.checkpoint import Checkpoint, find_checkpoint, load_weights
 from cce_dist.train.collectives import sum_over_world
 from cce_dist.train.config.load import make_config
 from cce_dist.train.config.schema import TrainConfig
-from cce_dist.train.data.text import read_text
 from cce_dist.train.data.tokens import TokenCache, encode_texts, is_cached, open_tokens
+from cce_dist.train.disk import read_text
 from cce_dist.train.errors import ConfigError, JobError
 from cce_dist.train.model.decoder import Decoder
 from cce_dist.train.model.fsdp import place

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -46,10 +46,6 @@ def _linears_policy(config: TrainConfig) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-
-
-def is_fully_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
 
 
 @contextmanager

@@ -37,12 +37,6 @@ class HeadLayout:
     def shard(self) -> VocabShard:
         return VocabShard.chunked(self.vocab_size, self.group.rank(), self.group.size())
 
-    @property
-    def bounds(self) -> list[tuple[int, int]]:
-        ranks = range(self.group.size())
-        shards = [VocabShard.chunked(self.vocab_size, rank, len(ranks)) for rank in ranks]
-        return [(shard.start, shard.stop) for shard in shards]
-
 
 def head_layout(config: TrainConfig, ranks: Ranks) -> HeadLayout:
     """Returns the layout of the head without a pipeline, or on its last stage."""
@@ -115,7 +109,7 @@ def _dense_loss(
 ) -> Tensor:
     """Computes the loss by the usual recipe: gather the head, all logits, softmax in fp32."""
     slices = layout.sequence_parallel
-    gathered = GatherRows.apply(weight, layout.group, layout.bounds, slices)
+    gathered = GatherRows.apply(weight, layout.group, layout.shard, slices)
     here = targets.chunk(layout.group.size())[layout.group.rank()] if slices else targets
     logits = _transform_logits(hidden @ gathered.T, options)
     total = _objective(logits, here, options).sum() / targets.numel()
@@ -148,7 +142,7 @@ def golden_loss(
     Collectives: one all-gather of the weight; with sequence parallelism another one, of hidden.
     """
     dtype = getattr(torch, config.dtype)
-    gathered = GatherRows.apply(weight.to(dtype), layout.group, layout.bounds, False).double()
+    gathered = GatherRows.apply(weight.to(dtype), layout.group, layout.shard, False).double()
     if layout.sequence_parallel:
         slices = [torch.empty_like(hidden) for _ in range(layout.group.size())]
         dist.all_gather(slices, hidden, group=layout.group)

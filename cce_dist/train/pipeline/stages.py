@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from cce_dist import VocabShard
-from cce_dist.train.config.schema import TrainConfig
-from cce_dist.train.model.decoder import add_rotary_table, autocast, embed
+from cce_dist.train.model.decoder import Decoder, add_rotary_table, autocast, embed
 
 
 class RowsEmbedding(nn.Module):
-    """An embedding with rows over the tp ranks of a stage.
+    """A decoder's embedding, with rows over the tp ranks of a stage.
 
     It maps [batch, sequence] int64 to [batch, sequence, dim]; with sequence parallelism to a tp
     rank's slice of dim 0.
     """
 
-    def __init__(
-        self, weight: nn.Parameter, shard: VocabShard, group: dist.ProcessGroup, slices: bool
-    ) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         super().__init__()
-        self.weight, self.shard, self.group, self.slices = weight, shard, group, slices
+        self.weight, self.shard = decoder.embedding, decoder.shards["embedding"]
+        self.group, self.slices = decoder.tp_group, decoder.config.parallel.sequence_parallel
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = embed(ids.flatten(), self.weight, self.shard, self.group, self.slices)
@@ -38,26 +33,24 @@ class Stage(nn.Module):
     The first stage reads [batch, sequence] int64; the last returns the head's dtype.
 
     Args:
-        embedding: given on the first stage.
-        final_norm: given on the last stage.
-        head: given if the last stage computes the loss alone: schedules that split the backward
-            make gradients of the stages' parameters only.
+        embedding: the first stage's embedding; None: `RowsEmbedding`.
+        has_head: the last stage has the head's weight, too, since it computes the loss alone:
+            schedules that split the backward make gradients of the stages' parameters only.
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        blocks: Sequence[nn.Module],
-        *,
-        embedding: nn.Module | None = None,
-        final_norm: nn.Module | None = None,
-        head: nn.Parameter | None = None,
+        self, decoder: Decoder, index: int, *, embedding: nn.Module | None, has_head: bool
     ) -> None:
         super().__init__()
-        self.embedding, self.final_norm, self.head = embedding, final_norm, head
-        self.blocks = nn.ModuleList(blocks)
-        self.config = config
-        add_rotary_table(self, config)
+        is_last = index == decoder.layout.num_stages - 1
+        self.config = decoder.config
+        self.embedding = (embedding or RowsEmbedding(decoder)) if index == 0 else None
+        self.final_norm = decoder.final_norm if is_last else None
+        self.head = decoder.head_weight if is_last and has_head else None
+        self.blocks = nn.ModuleList(
+            decoder.blocks[str(layer)] for layer in decoder.layout.layers[index]
+        )
+        add_rotary_table(self, decoder.config)
 
     def forward(self, x: Tensor) -> Tensor:
         # Autocast is here, not around the schedule: the schedule runs backwards as well.
