@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -115,34 +116,24 @@ def parse(arguments: Sequence[str]) -> tuple[PatchOptions, bool, list[str]]:
 
     Returns: the options; True if the run only checks; the script and its arguments.
     """
+    described = (inspect.getdoc(PatchOptions) or "").partition("Raises:")[0]
     parser = argparse.ArgumentParser(
         prog="python -m megatron_patch",
         description="Runs a Megatron script with the loss of cce_dist.",
-        epilog="Each option can also be given as MEGATRON_PATCH_GRADIENT=exact and the like.",
+        epilog=f"{described}\nIn the environment they are MEGATRON_PATCH_GRADIENT and the like.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--check", action="store_true", help="report the settings, and end")
-    helps = {
-        "gradient": "filtered or exact",
-        "logits": "full, or screened: in 8 bits, but for the columns that matter",
-        "quantize_once": "with screened, one 8-bit copy of the head a step: true or false",
-        "softcap": "c of logits c tanh(z / c), as Gemma's",
-        "vocab_size": "rows of the head from this one on are padding",
-        "backend": "auto, torch or triton",
-        "workspace_bytes": "bound of the logits in memory at once",
-        "keep_logits": "with exact or screened, keep logits that fit the workspace: true or false",
-        "check_ranks": "compare the ranks' shared arguments before every loss: true or false",
-        "vocab_over_pipeline": "the output layer's rows on all pipeline stages: true or false",
-    }
-    for name, text in helps.items():
-        option = "--" + name.replace("_", "-")
-        parser.add_argument(option, type=_reader_of(name), default=argparse.SUPPRESS, help=text)
+    for field in fields(PatchOptions):
+        option, read = "--" + field.name.replace("_", "-"), _reader_of(field.name)
+        parser.add_argument(option, type=read, default=argparse.SUPPRESS, metavar="VALUE")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
-    read = vars(parser.parse_args(list(arguments)))
-    checks, script = read.pop("check"), read.pop("script")
+    values = vars(parser.parse_args(list(arguments)))
+    checks, script = values.pop("check"), values.pop("script")
     if not script and not checks:
         parser.error("name the script to run, as in: python -m megatron_patch pretrain_gpt.py ...")
     try:
-        return PatchOptions.from_environment(**read), checks, script
+        return PatchOptions.from_environment(**values), checks, script
     except ValueError as error:
         parser.error(str(error))
