@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 from zipfile import is_zipfile
 
 import typer
+
+from cce_dist.options import Backend, LossOptions
 
 if TYPE_CHECKING:
     from .inputs import BenchInputs, Shape
@@ -58,7 +60,7 @@ Softcap = Annotated[
     float | None,
     typer.Option(help="Of the logits, such as Gemma 2's 30; a peer that takes none fails."),
 ]
-BackendName = Annotated[str, typer.Option(help="Of our methods: auto, triton or torch.")]
+BackendName = Annotated[str, typer.Option(help=f"Of our methods: {', '.join(get_args(Backend))}.")]
 Peers = Annotated[
     str | None,
     typer.Option(
@@ -143,7 +145,7 @@ def case_of(
     """Returns a function that makes the inputs; the arguments are checked now."""
     import torch
 
-    from .inputs import KINDS, check_softcap, make_inputs
+    from .inputs import KINDS, make_inputs
 
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype):
@@ -158,7 +160,7 @@ def case_of(
         raise ValueError(f"inputs must be one of {sorted(KINDS)} or a file, got {kind!r}")
     if not (shape.vocab_size if kind in KINDS else is_zipfile(kind)):
         raise ValueError(f"inputs must be a file of `cce-dist bench capture`, got {kind!r}")
-    check_softcap(softcap)
+    LossOptions(softcap=softcap)  # refuses other values
 
     def make() -> BenchInputs:
         inputs = make_inputs(kind, shape, dtype=wanted, device=where).ignoring(ignored_fraction)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from cce_dist.train.config.load import load_config
@@ -35,14 +35,9 @@ def run_job(
     continue the run, whatever `resume` is.
     """
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-    def load() -> TrainConfig:
-        return load_config(config_path, overrides, num_ranks=num_ranks())
-
-    def work(config: TrainConfig, ranks: Ranks, heartbeat: Heartbeat, stop: StopRequest) -> None:
-        _train_and_report(config, ranks, heartbeat, stop, resume, compare_dense)
-
-    return run_watched(load, work, _kin)
+    work = partial(_train_and_report, resume=resume, compare_dense=compare_dense)
+    load = partial(load_config, config_path, overrides)
+    return run_watched(lambda: load(num_ranks=num_ranks()), work, _kin)
 
 
 def _kin(config: TrainConfig, ranks: Ranks) -> int:
@@ -55,6 +50,7 @@ def _train_and_report(
     ranks: Ranks,
     heartbeat: Heartbeat,
     stop: StopRequest,
+    *,
     resume: bool,
     compare_dense: bool,
 ) -> None:
@@ -96,13 +92,7 @@ def _trained(job: Job, folder: Path, head: str, resume: bool) -> Run | None:
         folder.mkdir(exist_ok=True)
     run = start_run(job, folder, head)
     start = resume_run(job, run) if resume else 0
-    _announce(job, run)
-    return run if train(job, run, start) else None
-
-
-def _announce(job: Job, run: Run) -> None:
-    config, ranks = job.config, job.ranks
-    size = count_parameters(config)
+    config, ranks, size = job.config, job.ranks, count_parameters(job.config)
     tokens = ranks.dp * config.batch * config.data.sequence_length
     text = (
         f"{run.folder}: head {run.head}, {size.total / 1e6:.2f} M parameters "
@@ -112,6 +102,7 @@ def _announce(job: Job, run: Run) -> None:
     if run.pipeline is not None:
         text += f"; pipeline: {run.pipeline.layout.describe()}"
     job.display.say(text)
+    return run if train(job, run, start) else None
 
 
 def _share_tokens(config: TrainConfig, ranks: Ranks, display: Display, resume: bool) -> TokenCache:
@@ -120,14 +111,13 @@ def _share_tokens(config: TrainConfig, ranks: Ranks, display: Display, resume: b
         _open_run(config, display, resume)
         ranks.store.set("folder", "")
         cache = _prepare_tokens(config, ranks, display, resume)
-        ranks.store.set("tokens", json.dumps(cache.key))
+        ranks.store.set("tokens", cache.key)
         return cache
     wait_for_main(ranks, "folder")
     require_space(config.run_dir, "run.out", 0)
     wait_for_main(ranks, "tokens")
-    key = json.loads(ranks.store.get("tokens"))
     try:
-        return open_tokens(config.data.cache, key)
+        return open_tokens(config.data.cache, ranks.store.get("tokens").decode())
     except OSError as error:
         raise ConfigError(
             f"data.cache must be a folder that every rank sees, but rank {ranks.rank} cannot read "

@@ -183,7 +183,7 @@ class TrainConfig(Section):
     log_every: Count = 10
 
     @model_validator(mode="after")
-    def _check_batch(self) -> TrainConfig:
+    def _check(self) -> TrainConfig:
         if self.global_batch is not None:
             raise ValueError(
                 "global_batch is for load_config, which knows the number of ranks, got "
@@ -195,22 +195,17 @@ class TrainConfig(Section):
                 "batch must be a multiple of parallel.tp with parallel.sequence_parallel, since "
                 f"each of the tp ranks takes whole sequences, got batch={self.batch} and tp={tp}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_screened(self) -> TrainConfig:
         if self.loss.logits == "screened" and self.dtype == "float32":
             raise ValueError(
                 f"loss.logits=screened needs 16-bit training, got dtype={self.dtype}: use "
                 "dtype=bfloat16, or loss.logits=full"
             )
+        if self.parallel.pp > 1:
+            self._check_pipeline()
         return self
 
-    @model_validator(mode="after")
-    def _check_pipeline(self) -> TrainConfig:
+    def _check_pipeline(self) -> None:
         parallel = self.parallel
-        if parallel.pp == 1:
-            return self
         unit = parallel.tp if parallel.sequence_parallel else 1
         if self.batch % (self.microbatches * unit):
             raise ValueError(
@@ -226,7 +221,6 @@ class TrainConfig(Section):
                 "loss.gradient=in_forward is not supported with parallel.vocab_over_pipeline=true: "
                 "use loss.gradient=filtered or exact"
             )
-        return self
 
     @property
     def microbatches(self) -> int:

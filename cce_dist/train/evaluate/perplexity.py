@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +60,14 @@ class Request:
 def run_evaluation(request: Request, hand_over: Callable[[Score], None]) -> int:
     """Evaluates, gives the main rank's findings to `hand_over`, and returns the exit code."""
 
-    def load() -> TrainConfig:
-        return load_request(request, num_ranks())
-
     def work(config: TrainConfig, ranks: Ranks, heartbeat: Heartbeat, stop: StopRequest) -> None:
         findings = evaluate_texts(request, config, ranks, heartbeat)
         if ranks.is_main:
             hand_over(findings)
 
     # Data-parallel ranks may have different numbers of batches.
-    return run_watched(load, work, lambda config, ranks: ranks.dp_rank)
+    load = partial(load_request, request)
+    return run_watched(lambda: load(num_ranks()), work, lambda config, ranks: ranks.dp_rank)
 
 
 def load_request(request: Request, num_ranks: int) -> TrainConfig:
@@ -88,12 +87,9 @@ def load_request(request: Request, num_ranks: int) -> TrainConfig:
     checkpoint = find_checkpoint(request.run_dir / "checkpoints", request.checkpoint)
     values = copy.deepcopy(checkpoint.config)
     values["parallel"] = {"tp": tp, "timeout_s": values["parallel"]["timeout_s"]}
-    if request.batch is not None:
-        values["batch"] = request.batch
-    if request.sequence_length is not None:
-        values["data"]["sequence_length"] = request.sequence_length
-    if request.cache is not None:
-        values["data"]["cache"] = str(request.cache)
+    data = values["data"]
+    for section, name in ((values, "batch"), (data, "sequence_length"), (data, "cache")):
+        section[name] = getattr(request, name) or section[name]
     config = make_config(values, str(checkpoint.folder))
     length = config.data.sequence_length
     if request.stride is not None and request.stride > length:
@@ -110,7 +106,6 @@ def evaluate_texts(
     """Scores the request's texts, each alone and all together, and their tokens by frequency.
 
     All ranks return the same, but for `seconds`, the time of the windows.
-
 
     Raises:
         ConfigError: a text or the tokenizer cannot be used, or the checkpoint has another model.

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 # Dense logits are computed and measured only if one fp32 copy of them is at most this large.
 MEASURE_DENSE_BYTES = 2**29
 
+# Lines of metrics.jsonl, and rows of a table.
+Records = list[dict[str, Any]]
+Rows = list[tuple[str, str]]
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -47,6 +51,12 @@ class Memory:
 
     peak_bytes: int
     largest_numel: int | None
+
+    def __str__(self) -> str:
+        text = f"{format_bytes(self.peak_bytes)} a rank, measured"
+        if self.largest_numel is not None:
+            text += f"; largest tensor {self.largest_numel:,} numbers"
+        return text
 
 
 @dataclass(frozen=True)
@@ -210,7 +220,7 @@ def write_report(job: Job, folder: Path, evaluation: Evaluation, dense: Path | N
     return text
 
 
-def _rows(job: Job, records: list[dict[str, Any]], evaluation: Evaluation) -> list[tuple[str, str]]:
+def _rows(job: Job, records: Records, evaluation: Evaluation) -> Rows:
     config, ranks = job.config, job.ranks
     first, last = records[0]["loss"], records[-1]["loss"]
     rows = [
@@ -222,50 +232,38 @@ def _rows(job: Job, records: list[dict[str, Any]], evaluation: Evaluation) -> li
         ("dense loss of the same batch", f"{evaluation.dense_loss:.6f} nats (float64 logits)"),
         ("difference", f"{evaluation.loss - evaluation.dense_loss:+.2e} nats"),
         *_speed_and_memory(records),
-        ("memory of the head, forward and backward", _describe_memory(evaluation.memory)),
+        ("memory of the head, forward and backward", str(evaluation.memory)),
         ("the same with dense logits", _describe_dense_memory(evaluation, config)),
     ]
-    tail_masses = [record["tail_mass"] for record in records if "tail_mass" in record]
-    if tail_masses:
+    if tail_masses := _logged(records, "tail_mass"):
         rows.append(("tail mass, last logged", f"{tail_masses[-1]:.2e}"))
-    screened = [record["screened"] for record in records if "screened" in record]
-    if screened:
+    if screened := _logged(records, "screened"):
         share = f"{sum(screened)} of {len(screened)}"
         rows.append(("logged steps whose logits were screened", share))
     return rows
-
-
-def _describe_memory(memory: Memory) -> str:
-    text = f"{format_bytes(memory.peak_bytes)} a rank, measured"
-    if memory.largest_numel is not None:
-        text += f"; largest tensor {memory.largest_numel:,} numbers"
-    return text
 
 
 def _describe_dense_memory(evaluation: Evaluation, config: TrainConfig) -> str:
     vocab_size = config.data.vocab_size
     shape = f"[{evaluation.tokens_here}, {vocab_size}]"
     if evaluation.dense_memory is not None:
-        return _describe_memory(evaluation.dense_memory) + f" with logits {shape}"
+        return f"{evaluation.dense_memory} with logits {shape}"
     # A dense head needs at least fp32 logits and the logits' gradient.
     num_bytes = 2 * 4 * evaluation.tokens_here * vocab_size
     return f"{format_bytes(num_bytes)} a rank, computed: fp32 logits {shape} and their gradient"
 
 
-def _comparison_rows(
-    records: list[dict[str, Any]], dense_records: list[dict[str, Any]]
-) -> list[tuple[str, str]]:
-    pairs = list(zip(records, dense_records, strict=False))
-    worst = max(pairs, key=lambda pair: abs(pair[0]["loss"] - pair[1]["loss"]))
-    difference = abs(worst[0]["loss"] - worst[1]["loss"])
+def _comparison_rows(records: Records, dense_records: Records) -> Rows:
+    pairs = zip(records, dense_records, strict=False)
+    worst, step = max((abs(a["loss"] - b["loss"]), -a["step"]) for a, b in pairs)
     return [
         ("dense final loss", f"{dense_records[-1]['loss']:.4f} nats"),
-        ("largest difference of the curves", f"{difference:.2e} nats in step {worst[0]['step']}"),
+        ("largest difference of the curves", f"{worst:.2e} nats in step {-step}"),
         *((f"dense {name}", value) for name, value in _speed_and_memory(dense_records)),
     ]
 
 
-def _speed_and_memory(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _speed_and_memory(records: Records) -> Rows:
     # The median leaves out the first steps, which include warm-up.
     rates = sorted(record["tokens_per_s"] for record in records)
     peak = max(record["peak_memory"] for record in records)
@@ -273,11 +271,14 @@ def _speed_and_memory(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
         ("tokens/s, median step", f"{rates[len(rates) // 2]:,.0f}"),
         ("peak memory of training", f"{format_bytes(peak)} on the rank with the most"),
     ]
-    places = [record["peak_memory_of_pp"] for record in records if "peak_memory_of_pp" in record]
-    if places:
+    if places := _logged(records, "peak_memory_of_pp"):
         largest = [format_bytes(max(values)) for values in zip(*places, strict=True)]
         rows.append(("peak memory by pipeline rank", ", ".join(largest)))
     return rows
+
+
+def _logged(records: Records, name: str) -> list[Any]:
+    return [record[name] for record in records if name in record]
 
 
 def describe_ranks(job: Job) -> str:
@@ -286,18 +287,14 @@ def describe_ranks(job: Job) -> str:
     return f"dp {ranks.dp}{' (fsdp)' if job.config.parallel.fsdp else ''}{pipeline}, tp {ranks.tp}"
 
 
-def _table(rows: list[tuple[str, str]]) -> list[str]:
+def _table(rows: Rows) -> list[str]:
     return ["| what | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
 
 
-def plot_losses(
-    path: Path, name: str, records: list[dict[str, Any]], dense_records: list[dict[str, Any]]
-) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def plot_losses(path: Path, name: str, records: Records, dense_records: Records) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for label, curve, style in (("cce_dist", records, "-"), ("dense", dense_records, "--")):
         if curve:
