@@ -35,6 +35,7 @@ _RULES = {
     "missing": "be given",
     "model_type": "be a section with keys of its own",
     "path_type": "be a path",
+    "tuple_type": "be a list",
 }
 _KINDS = {"string": "text", "boolean": "flag", "array": "list"}
 _WRITTEN = "overrides are written --section.key VALUE"
