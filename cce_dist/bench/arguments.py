@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 from zipfile import is_zipfile
 
 import typer
 
-from cce_dist.options import Backend, LossOptions
+from cce_dist.options import LossOptions
 
 if TYPE_CHECKING:
     from .inputs import BenchInputs, Shape
@@ -60,7 +60,7 @@ Softcap = Annotated[
     float | None,
     typer.Option(help="Of the logits, such as Gemma 2's 30; a peer that takes none fails."),
 ]
-BackendName = Annotated[str, typer.Option(help=f"Of our methods: {', '.join(get_args(Backend))}.")]
+BackendName = Annotated[str, typer.Option(help="Of our methods: auto, triton or torch.")]
 Peers = Annotated[
     str | None,
     typer.Option(
