@@ -1,13 +1,15 @@
-"""The loss of a head's input, in Megatron's conventions."""
+"""The loss and the largest logits of a head's input, in Megatron's conventions."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import LossOptions, VocabShard, linear_cross_entropy
+from cce_dist import largest_logits as _largest_logits
 from megatron_patch.options import PatchOptions
 from megatron_patch.quantized import quantizer_of
 
@@ -19,12 +21,7 @@ WORKSPACES_OF_KEPT = 2
 
 
 def head_loss(
-    layer: Any,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    scale: float,
-    options: PatchOptions,
+    layer: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, options: PatchOptions
 ) -> Tensor:
     """Computes each token's cross-entropy: [s, b] fp32, contiguous, the same bits on every rank.
 
@@ -58,17 +55,43 @@ def head_loss(
         reduction="none",
         softcap=options.softcap,
         logit_scale=scale,
-        gradient=options.gradient,  # pyright: ignore[reportArgumentType]
-        logits=options.logits,  # pyright: ignore[reportArgumentType]
+        gradient=options.loss.gradient,
+        logits=options.loss.logits,
         quantized_weight=quantizer_of(layer) if once else None,
         grad_weight_into=into,
-        backend=options.backend,  # pyright: ignore[reportArgumentType]
+        backend=options.loss.backend,
         workspace_bytes=workspace_bytes,
         keep_logits=keeps,
         check_ranks=options.check_ranks,
     )
     assert isinstance(loss, Tensor)
     return loss.contiguous()
+
+
+def largest_logits(
+    layer: Any, hidden: Tensor, weight: Tensor, scale: float, options: PatchOptions
+) -> tuple[Tensor, Tensor]:
+    """Returns each token's largest logit over this rank's columns, and its local index: [s, b].
+
+    Values have hidden's dtype. The result is that of `logits.max(dim=-1)` on fp32 logits.
+    Megatron's logits may round to equal 16-bit numbers: the first of these need not be the largest.
+    Not differentiable.
+    Collectives: under sequence parallelism one all-gather of hidden.
+    """
+    if layer.sequence_parallel:
+        size = layer.tp_group.size()
+        gathered = hidden.new_empty(size * hidden.shape[0], *hidden.shape[1:])
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(gathered, hidden.contiguous(), group=layer.tp_group)
+        hidden = gathered
+    largest = _largest_logits(
+        hidden,
+        weight,
+        logit_scale=scale,
+        backend=options.loss.backend,
+        workspace_bytes=options.workspace_bytes,
+    )
+    return largest.value.to(hidden.dtype), largest.index
 
 
 def keeps_logits(hidden: Tensor, options: PatchOptions) -> bool | None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cached_property
+from typing import Any, get_args, get_type_hints
 
-GRADIENTS = ("filtered", "exact")
-LOGITS = ("full", "screened")
-BACKENDS = ("auto", "torch", "triton")
+from cce_dist import LossOptions
+
 PREFIX = "MEGATRON_PATCH_"
+FLAGS = {"1": True, "true": True, "0": False, "false": False}
 
 
 @dataclass(frozen=True)
@@ -42,41 +44,32 @@ class PatchOptions:
         ValueError: a value is not allowed; the message names the option.
     """
 
-    gradient: str = "filtered"
-    logits: str = "full"
+    gradient: str = LossOptions.gradient
+    logits: str = LossOptions.logits
     quantize_once: bool = True
-    softcap: float | None = None
+    softcap: float | None = LossOptions.softcap
     vocab_size: int | None = None
-    backend: str = "auto"
-    workspace_bytes: int | None = None
-    keep_logits: bool | None = None
-    check_ranks: bool = False
+    backend: str = LossOptions.backend
+    workspace_bytes: int | None = LossOptions.workspace_bytes
+    keep_logits: bool | None = LossOptions.keep_logits
+    check_ranks: bool = LossOptions.check_ranks
     vocab_over_pipeline: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("gradient", GRADIENTS), ("logits", LOGITS), ("backend", BACKENDS)):
-            if getattr(self, name) not in allowed:
-                names = ", ".join(map(repr, allowed))
-                raise ValueError(f"{name} must be one of {names}, got {getattr(self, name)!r}")
-        if self.logits == "screened" and self.gradient != "filtered":
-            raise ValueError(
-                "logits='screened' needs gradient='filtered', whose filter chooses the columns to "
-                f"compute in full precision, got {self.gradient!r}"
-            )
-        if not self.quantize_once and self.logits != "screened":
-            raise ValueError(f"quantize_once=False needs logits='screened', got {self.logits!r}")
-        if self.keep_logits and self.gradient != "exact" and self.logits != "screened":
-            rule = "keep_logits needs gradient='exact' or logits='screened'"
-            raise ValueError(f"{rule}, got {self.gradient!r} and {self.logits!r}")
         if self.vocab_over_pipeline and (self.keep_logits or self.check_ranks):
             name = "keep_logits" if self.keep_logits else "check_ranks"
             raise ValueError(f"{name} is not supported with vocab_over_pipeline")
-        if self.softcap is not None and not 0 < self.softcap < float("inf"):
-            raise ValueError(f"softcap must be a positive number or None, got {self.softcap!r}")
-        for name in ("vocab_size", "workspace_bytes"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be at least 1, got {value!r}")
+        if self.loss.logits != "screened" and not self.quantize_once:
+            raise ValueError(f"quantize_once=False needs logits='screened', got {self.logits!r}")
+        size = self.vocab_size
+        if size is not None and (isinstance(size, bool) or size < 1):
+            raise ValueError(f"vocab_size must be at least 1, got {size!r}")
+
+    @cached_property
+    def loss(self) -> LossOptions:
+        """The options of each token's loss; LossOptions raises if it does not allow one."""
+        shared = {x.name for x in fields(LossOptions)} & vars(self).keys()
+        return LossOptions(reduction="none", **{name: getattr(self, name) for name in shared})
 
     @classmethod
     def from_environment(
@@ -89,47 +82,33 @@ class PatchOptions:
         """
         named = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
         values: dict[str, Any] = {}
-        for variable, text in environment.items():
-            if not variable.startswith(PREFIX):
-                continue
+        for variable in filter(lambda name: name.startswith(PREFIX), environment):
             if variable not in named:
                 raise ValueError(f"{variable} is no option; there are {', '.join(sorted(named))}")
             try:
-                values[named[variable]] = READ[named[variable]](text)
+                values[named[variable]] = _reader_of(named[variable])(environment[variable])
             except ValueError as error:
                 raise ValueError(f"{variable}: {error}") from None
-        values.update(keywords)
-        return cls(**values)
+        return cls(**{**values, **keywords})
 
 
-def _number_or_none(kind: type) -> Any:
-    return lambda text: None if text.lower() == "none" else kind(text)
+def _reader_of(name: str) -> Callable[[str], Any]:
+    """Returns a parser for the text of an option, by the option's type."""
+    annotation = get_type_hints(PatchOptions)[name]
+    kinds = get_args(annotation) or (annotation,)
 
+    def read(text: str) -> Any:
+        if type(None) in kinds and text.lower() == "none":
+            return None
+        if bool not in kinds:
+            return int(text) if int in kinds else float(text) if float in kinds else text
+        if text.lower() not in FLAGS:
+            raise ValueError(f"must be 1, true, 0 or false, got {text!r}")
+        return FLAGS[text.lower()]
 
-def _flag(text: str) -> bool:
-    values = {"1": True, "true": True, "0": False, "false": False}
-    if text.lower() not in values:
-        raise ValueError(f"must be 1, true, 0 or false, got {text!r}")
-    return values[text.lower()]
-
-
-def _flag_or_none(text: str) -> bool | None:
-    return None if text.lower() == "none" else _flag(text)
-
-
-# A parser for the text of each option.
-READ: dict[str, Any] = {
-    "gradient": str,
-    "logits": str,
-    "quantize_once": _flag,
-    "softcap": _number_or_none(float),
-    "vocab_size": _number_or_none(int),
-    "backend": str,
-    "workspace_bytes": _number_or_none(int),
-    "keep_logits": _flag_or_none,
-    "check_ranks": _flag,
-    "vocab_over_pipeline": _flag,
-}
+    # argparse's message about other text has this name.
+    read.__name__ = name
+    return read
 
 
 def parse(arguments: Sequence[str]) -> tuple[PatchOptions, bool, list[str]]:
@@ -137,34 +116,24 @@ def parse(arguments: Sequence[str]) -> tuple[PatchOptions, bool, list[str]]:
 
     Returns: the options; True if the run only checks; the script and its arguments.
     """
+    described = (inspect.getdoc(PatchOptions) or "").partition("Raises:")[0]
     parser = argparse.ArgumentParser(
         prog="python -m megatron_patch",
         description="Runs a Megatron script with the loss of cce_dist.",
-        epilog="Each option can also be given as MEGATRON_PATCH_GRADIENT=exact and the like.",
+        epilog=f"{described}\nIn the environment they are MEGATRON_PATCH_GRADIENT and the like.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--check", action="store_true", help="report the settings, and end")
-    helps = {
-        "gradient": "filtered or exact",
-        "logits": "full, or screened: in 8 bits, but for the columns that matter",
-        "quantize_once": "with screened, one 8-bit copy of the head a step: true or false",
-        "softcap": "c of logits c tanh(z / c), as Gemma's",
-        "vocab_size": "rows of the head from this one on are padding",
-        "backend": "auto, torch or triton",
-        "workspace_bytes": "bound of the logits in memory at once",
-        "keep_logits": "with exact or screened, keep logits that fit the workspace: true or false",
-        "check_ranks": "compare the ranks' shared arguments before every loss: true or false",
-        "vocab_over_pipeline": "the output layer's rows on all pipeline stages: true or false",
-    }
-    for name, text in helps.items():
-        option = "--" + name.replace("_", "-")
-        parser.add_argument(option, type=READ[name], default=argparse.SUPPRESS, help=text)
+    for field in fields(PatchOptions):
+        option, read = "--" + field.name.replace("_", "-"), _reader_of(field.name)
+        parser.add_argument(option, type=read, default=argparse.SUPPRESS, metavar="VALUE")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]")
-    read = vars(parser.parse_args(list(arguments)))
-    checks, script = read.pop("check"), read.pop("script")
+    values = vars(parser.parse_args(list(arguments)))
+    checks, script = values.pop("check"), values.pop("script")
     if not script and not checks:
         parser.error("name the script to run, as in: python -m megatron_patch pretrain_gpt.py ...")
     try:
-        return PatchOptions.from_environment(**read), checks, script
+        return PatchOptions.from_environment(**values), checks, script
     except ValueError as error:
         parser.error(str(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from megatron_patch.options import PatchOptions
 from megatron_patch.pipeline import over_pipeline
 from megatron_patch.refusals import why_not
 from megatron_patch.replaced import options_of, put, take_away
+from megatron_patch.replacements import Replacements
 from megatron_patch.seams import PipelineSeams, Seams, find_pipeline_seams, find_seams
 
 SETUP = "setup_embeddings_and_output_layer"
@@ -46,7 +46,7 @@ class _State:
 
     options: PatchOptions | None = None
     seams: Seams | None = None
-    setup: Any = None  # our method in Megatron's class
+    replaced = Replacements()
     models: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
@@ -88,13 +88,9 @@ def apply(model: Any = None, options: PatchOptions | None = None, **keywords: ob
                 "between them"
             )
         return status()
-    original = getattr(seams.language_module, SETUP)
 
-    @functools.wraps(original)
-    def setup(self: Any) -> Any:
+    def setup(original: Any, self: Any) -> Any:
         result = original(self)
-        if _State.setup is not setup:
-            return result
         if pipeline is None:
             _apply_to([self], wanted, seams)
         elif not isinstance(self, pipeline.gpt_model):
@@ -104,9 +100,9 @@ def apply(model: Any = None, options: PatchOptions | None = None, **keywords: ob
     if pipeline is not None:
         over_pipeline.replace_schedule(pipeline)
         over_pipeline.shard_new_models(wanted, seams, pipeline)
-    setattr(seams.language_module, SETUP, setup)
+    _State.replaced.replace(seams.language_module, SETUP, setup)
     quantized.replace_schedules(schedules)
-    _State.options, _State.seams, _State.setup = wanted, seams, setup
+    _State.options, _State.seams = wanted, seams
     return status()
 
 
@@ -124,14 +120,10 @@ def remove(model: Any = None) -> None:
         return
     for one in list(_State.models):
         _restore(one)
-    if _State.setup is not None and _State.seams is not None:
-        owner = _State.seams.language_module
-        # If other code has wrapped our function since, ours stays underneath, and does nothing.
-        if getattr(owner, SETUP) is _State.setup:
-            setattr(owner, SETUP, _State.setup.__wrapped__)
+    _State.replaced.restore()
     quantized.restore()
     over_pipeline.restore()
-    _State.options = _State.seams = _State.setup = None
+    _State.options = _State.seams = None
 
 
 @contextmanager
@@ -149,14 +141,10 @@ def patched(
 def status() -> Status:
     heads = tuple(sorted(type(model).__name__ for model in _State.models))
     sharded = over_pipeline.names_of_models()
-    seams = _State.seams if heads or sharded or _State.options is not None else None
-    return Status(
-        _State.options,
-        heads,
-        None if seams is None else seams.version,
-        None if seams is None else seams.file,
-        sharded,
-    )
+    version = file = None
+    if _State.seams is not None and (heads or sharded or _State.options is not None):
+        version, file = _State.seams.version, _State.seams.file
+    return Status(_State.options, heads, version, file, sharded)
 
 
 def _language_models(model: Any, seams: Seams) -> Iterator[Any]:

@@ -6,19 +6,17 @@ buffers, which leaves the parameters' versions as they were: an old copy would g
 
 from __future__ import annotations
 
-import functools
-from typing import Any, ClassVar
+from typing import Any
 
 from cce_dist import StepQuantizer
 from megatron_patch.options import PatchOptions
+from megatron_patch.replacements import Replacements
 from megatron_patch.seams import SCHEDULES_OF_ALL_KINDS, find_schedules
+
+_SCHEDULES = Replacements()
 
 
 class _State:
-    """The replaced schedules and the copies of this process."""
-
-    module: Any = None  # Megatron's module of schedules
-    schedules: ClassVar[dict[str, Any]] = {}  # our schedules in that module
     # Quantizers of the call under way, by head; None: no call is under way.
     quantizers: dict[Any, StepQuantizer] | None = None
 
@@ -36,21 +34,12 @@ def schedules_for(options: PatchOptions) -> Any:
 
 def replace_schedules(module: Any) -> None:
     """Replaces Megatron's schedules. Args: module: a result of `schedules_for`."""
-    if module is None:
-        return
-    _State.module = module
-    for name in SCHEDULES_OF_ALL_KINDS:
-        if name not in _State.schedules:
-            _State.schedules[name] = ours = _as_one_step(getattr(module, name), name)
-            setattr(module, name, ours)
+    for name in () if module is None else SCHEDULES_OF_ALL_KINDS:
+        _SCHEDULES.replace(module, name, _as_one_step)
 
 
 def restore() -> None:
-    for name, ours in _State.schedules.items():
-        # If other code has wrapped our function since, ours stays underneath, and keeps nothing.
-        if getattr(_State.module, name) is ours:
-            setattr(_State.module, name, ours.__wrapped__)
-    _State.schedules.clear()
+    _SCHEDULES.restore()
 
 
 def quantizer_of(layer: Any) -> StepQuantizer | None:
@@ -62,19 +51,13 @@ def quantizer_of(layer: Any) -> StepQuantizer | None:
     return None if quantizers is None else quantizers[layer]
 
 
-def _as_one_step(original: Any, name: str) -> Any:
-    @functools.wraps(original)
-    def schedule(*args: Any, **kwargs: Any) -> Any:
-        if _State.schedules.get(name) is not schedule:
-            return original(*args, **kwargs)
+def _as_one_step(original: Any, *args: Any, **kwargs: Any) -> Any:
+    _end()
+    _State.quantizers = {}
+    try:
+        return original(*args, **kwargs)
+    finally:
         _end()
-        _State.quantizers = {}
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _end()
-
-    return schedule
 
 
 def _end() -> None:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megatron_patch.deferred import DeferredLogits
 from megatron_patch.errors import PatchError
-from megatron_patch.head import head_loss
-from megatron_patch.largest import largest_logits
+from megatron_patch.head import head_loss, largest_logits
 from megatron_patch.options import PatchOptions
 from megatron_patch.refusals import why_changed, why_overridden
 from megatron_patch.seams import LOSS, Seams

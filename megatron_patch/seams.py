@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_patch.errors import PatchError
 
@@ -38,14 +37,34 @@ SCHEDULES_OF_ALL_KINDS = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
 )
+
+
+@dataclass
+class Arguments:
+    """The arguments of forward_backward_pipelining_without_interleaving, with its defaults."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: Any
+    model: Any
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    adjust_tensor_shapes_fn: Any = None
+    p2p_communicator: Any = None
+    # Some releases alone have these. finalize_model_grads_func gets them.
+    pg_collection: Any = None
+    grad_finalize_pgs: Any = None
+    force_all_reduce: bool = False
+
+
+OF_FINALIZING = "pg_collection grad_finalize_pgs force_all_reduce"
+FORWARD_BACKWARD = " ".join(Arguments.__dataclass_fields__).removesuffix(f" {OF_FINALIZING}")
 # For the vocabulary over the pipeline: functions, their arguments, and arguments that only some
 # releases have.
-FORWARD_BACKWARD = (
-    "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size "
-    "decoder_seq_length forward_only collect_non_loss_data first_val_step adjust_tensor_shapes_fn "
-    "p2p_communicator"
-)
-OF_FINALIZING = "pg_collection grad_finalize_pgs force_all_reduce"
 PARTS = (
     (SCHEDULE, FORWARD_BACKWARD, OF_FINALIZING),
     (
@@ -103,25 +122,17 @@ def find_seams() -> Seams:
             f"megatron.core cannot be imported ({error}); install megatron-core 0.14 or newer, or "
             "put Megatron-LM on PYTHONPATH"
         ) from error
-    version, file = getattr(core, "__version__", "unknown"), str(core.__file__)
     classes: dict[str, Any] = {}
     for module, owner, name, wanted, is_replaced in EXPECTED:
-        function = without_ours(getattr(getattr(modules[module], owner, None), name, None))
-        parameters = (
-            "nothing" if function is None else " ".join(inspect.signature(function).parameters)
-        )
-        if parameters != wanted:
-            raise PatchError(
-                f"{module}.{owner}.{name} must take ({wanted.replace(' ', ', ')}), got "
-                f"({parameters.replace(' ', ', ')}) in megatron.core {version} ({file}): the patch "
-                "does not know this release; run without megatron_patch"
-            )
+        classes[owner] = getattr(modules[module], owner, None)
+        function = getattr(classes[owner], name, None)
+        described = f"{module}.{owner}.{name}"
+        _require_arguments(described, function, wanted, "", core, "megatron_patch")
         if is_replaced:
-            require_original(f"{module}.{owner}.{name}", function, modules[module], core)
-        classes[owner] = getattr(modules[module], owner)
+            require_original(described, without_ours(function), modules[module], core)
     head, language_module = classes["ColumnParallelLinear"], classes["LanguageModule"]
     loss = getattr(language_module, LOSS)
-    return Seams(head, language_module, head.forward, loss, version, file)
+    return Seams(head, language_module, head.forward, loss, *_release_of(core))
 
 
 def without_ours(function: Any) -> Any:
@@ -181,29 +192,7 @@ class PipelineSeams:
     def finalizing(self) -> list[str]:
         """Lists the schedule's arguments that finalize_model_grads_func gets."""
         schedule = getattr(self.schedules, SCHEDULE)
-        return [x for x in _arguments(schedule) if x in OF_FINALIZING.split()]
-
-    def backward_step(
-        self,
-        inputs: list[Tensor | None],
-        outputs: list[Tensor],
-        output_grads: list[Tensor | None],
-        *,
-        config: Any,
-        model_type: Any,
-        num_stages: int,
-    ) -> list[Tensor | None]:
-        """Calls Megatron's backward_step; some releases do not take the last two arguments."""
-        function = self.schedules.backward_step
-        arguments = {
-            "input_tensor": inputs,
-            "output_tensor": outputs,
-            "output_tensor_grad": output_grads,
-            "config": config,
-            "model_type": model_type,
-            "pipeline_model_parallel_size": num_stages,
-        }
-        return function(**{name: arguments[name] for name in _arguments(function)})
+        return [x for x in arguments_of(schedule) if x in OF_FINALIZING.split()]
 
 
 def find_pipeline_seams() -> PipelineSeams:
@@ -215,16 +204,10 @@ def find_pipeline_seams() -> PipelineSeams:
     seams = find_seams()
     schedules = importlib.import_module(SCHEDULES)
     gpt_model = importlib.import_module(GPT_MODEL).GPTModel
-    for name, wanted, besides in PARTS:
-        function = getattr(schedules, name, None)
-        has = [] if function is None else _arguments(function)
-        if [x for x in has if x not in besides.split()] != wanted.split():
-            raise PatchError(
-                f"{SCHEDULES}.{name} must take ({wanted.replace(' ', ', ')}), got "
-                f"({', '.join(has)}) in megatron.core {seams.version} ({seams.file}): the patch "
-                "does not know this release; run without vocab_over_pipeline"
-            )
     core = importlib.import_module("megatron.core")
+    for name, wanted, besides in PARTS:
+        described, function = f"{SCHEDULES}.{name}", getattr(schedules, name, None)
+        _require_arguments(described, function, wanted, besides, core, "vocab_over_pipeline")
     schedule = without_ours(getattr(schedules, SCHEDULE))
     require_original(f"{SCHEDULES}.{SCHEDULE}", schedule, schedules, core)
     return PipelineSeams(schedules, gpt_model, seams)
@@ -251,5 +234,25 @@ def parallel_state() -> Any:
     return importlib.import_module("megatron.core.parallel_state")
 
 
-def _arguments(function: Any) -> list[str]:
+def arguments_of(function: Any) -> list[str]:
+    """Lists the names of a function's arguments; for None "nothing"."""
+    if function is None:
+        return ["nothing"]
     return list(inspect.signature(without_ours(function)).parameters)
+
+
+def _require_arguments(
+    name: str, function: Any, wanted: str, besides: str, core: Any, needs_it: str
+) -> None:
+    has = arguments_of(function)
+    if [x for x in has if x not in besides.split()] != wanted.split():
+        version, file = _release_of(core)
+        raise PatchError(
+            f"{name} must take ({wanted.replace(' ', ', ')}), got ({', '.join(has)}) in "
+            f"megatron.core {version} ({file}): the patch does not know this release; run without "
+            f"{needs_it}"
+        )
+
+
+def _release_of(core: Any) -> tuple[str, str]:
+    return getattr(core, "__version__", "unknown"), str(core.__file__)

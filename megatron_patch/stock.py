@@ -23,6 +23,10 @@ LOSS_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 2**-7
 # The head's probe has logits up to this, which a softcap would change; bf16 gives them 8 bits.
 LARGEST, LOGITS_TOLERANCE = 100.0, 2**-6
+FORK = (
+    "A fork has another function, or one that it calls is replaced; the patch leaves that out: "
+    "run without megatron_patch"
+)
 
 
 def why_not_stock(model: Any, layer: Any, weight: Tensor, seams: Seams) -> str | None:
@@ -42,6 +46,7 @@ def why_not_stock(model: Any, layer: Any, weight: Tensor, seams: Seams) -> str |
 
 def _why_another_loss(model: Any, group: Any, weight: Tensor, seams: Seams) -> str | None:
     device, rank, columns = weight.device, group.rank(), len(weight)
+    other = f"{describe(seams.loss)} is not the cross-entropy of its logits"
     generator = torch.Generator().manual_seed(0)
     size = group.size() * columns
     # The probe is the same on all ranks, so the reference needs no other rank.
@@ -69,17 +74,14 @@ def _why_another_loss(model: Any, group: Any, weight: Tensor, seams: Seams) -> s
             if loss.requires_grad:
                 (grad,) = torch.autograd.grad(loss, leaf, upstream)
         except RuntimeError as error:
-            raised = f"for fp32 logits it raises {type(error).__name__}: {error}"
-            return f"{describe(seams.loss)} is not the cross-entropy of its logits: {raised}"
+            return f"{other}: for fp32 logits it raises {type(error).__name__}: {error}"
     off = (loss - right).detach().abs().max()
     grad_off = (grad - expected[..., mine]).abs().max()
     if off <= LOSS_TOLERANCE and grad_off <= GRADIENT_TOLERANCE:
         return None
     return (
-        f"{describe(seams.loss)} is not the cross-entropy of its logits: for the same logits it "
-        f"gives {float(loss.mean()):.6f}, cross-entropy {float(right.mean()):.6f}, and their "
-        f"gradients differ by {float(grad_off):.2e}. A fork has another loss, or a function that "
-        "it calls is replaced; the patch would leave that out: run without megatron_patch"
+        f"{other}: for the same logits it gives {float(loss.mean()):.6f}, cross-entropy "
+        f"{float(right.mean()):.6f}, and their gradients differ by {float(grad_off):.2e}. {FORK}"
     )
 
 
@@ -103,8 +105,7 @@ def _why_another_head(layer: Any, weight: Tensor, seams: Seams) -> str | None:
         return None
     return (
         f"{describe(seams.forward)} does not give its input times the weight: logits up to "
-        f"{LARGEST:g} are off by {float(off):.3g}. A fork has another head, or a function that it "
-        "calls is replaced; the patch would leave that out: run without megatron_patch"
+        f"{LARGEST:g} are off by {float(off):.3g}. {FORK}"
     )
 
 

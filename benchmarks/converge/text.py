@@ -16,7 +16,6 @@ from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.data.batches import Batches
 from cce_dist.train.data.text import collect_documents
 from cce_dist.train.data.tokens import TokenCache, encode_texts
-from cce_dist.train.loop import forward_body
 from cce_dist.train.model.decoder import Decoder
 from cce_dist.train.model.head import head_layout, make_token_nll
 from cce_dist.train.ranks import Ranks
@@ -128,9 +127,9 @@ def evaluate(model: Decoder, text: Text, config: TrainConfig, ranks: Ranks) -> d
     for some_ids, some_targets in zip(
         ids.split(config.batch), targets.split(config.batch), strict=True
     ):
-        hidden = forward_body(model, some_ids.to(ranks.device), config)
+        hidden = model(some_ids.to(ranks.device))
         wanted = some_targets.flatten().to(ranks.device)
-        nll = token_nll(hidden, model.head_weight, wanted)
+        nll = token_nll(hidden, model.head_weight, wanted, ()).loss
         nats.index_add_(0, tenths[wanted], nll.double())
     counts = torch.from_numpy(np.bincount(text.tenths[text.held_out[1:]], minlength=UNSEEN + 1))
     means: dict[str, Cell] = {"all": float(nats.sum()) / int(counts.sum())}

@@ -14,6 +14,8 @@ from zipfile import is_zipfile
 
 import typer
 
+from cce_dist.options import LossOptions
+
 if TYPE_CHECKING:
     from .inputs import BenchInputs, Shape
 
@@ -154,7 +156,7 @@ def case_of(
     """Returns a function that makes the inputs; the arguments are checked now."""
     import torch
 
-    from .inputs import KINDS, check_softcap, make_inputs
+    from .inputs import KINDS, make_inputs
 
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype):
@@ -169,7 +171,7 @@ def case_of(
         raise ValueError(f"inputs must be one of {sorted(KINDS)} or a file, got {kind!r}")
     if not (shape.vocab_size if kind in KINDS else is_zipfile(kind)):
         raise ValueError(f"inputs must be a file of `cce-dist bench capture`, got {kind!r}")
-    check_softcap(softcap)
+    LossOptions(softcap=softcap)  # refuses other values
 
     def make() -> BenchInputs:
         inputs = make_inputs(kind, shape, dtype=wanted, device=where).ignoring(ignored_fraction)

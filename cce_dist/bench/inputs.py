@@ -163,16 +163,6 @@ class BenchInputs:
         return replace(self, kind=f"{self.kind} x {factor:g}", hidden=self.hidden * factor)
 
 
-def check_softcap(softcap: float | None) -> None:
-    """Checks a softcap of logits; None is allowed.
-
-    Raises:
-        ValueError: the softcap is not positive and finite.
-    """
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite, got {softcap}")
-
-
 def make_inputs(
     kind: str,
     shape: Shape,

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cce_dist import VocabShard
-from cce_dist.train.config.schema import LossConfig, TrainConfig
+from cce_dist import LossOptions, VocabShard
+from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.data.batches import split_tokens
 from cce_dist.train.data.tokens import prepare_tokens
 from cce_dist.train.loop import Job, Run, start_run, train_step
@@ -100,7 +100,7 @@ def bench_training(
         run_folder.mkdir(parents=True, exist_ok=True)
         run = start_run(job, run_folder, "cce")
         if name == "dense":
-            dense_head = _dense_head(config, ranks, run.decoder.shard)
+            dense_head = _dense_head(config, ranks, run.model.shards["embedding"])
             run = dataclasses.replace(run, head="dense", head_loss=dense_head)
         elif peer is not None:
             run = dataclasses.replace(run, head=name, head_loss=peer)
@@ -119,9 +119,9 @@ def _check(config: TrainConfig, losses: Sequence[str]) -> None:
     unknown = sorted(set(losses) - {*LOSSES, *RIVALS})
     if unknown:
         raise ValueError(f"loss must be among {[*LOSSES, *RIVALS]}, got {unknown}")
-    objective = config.loss.model_dump(include=set(OBJECTIVE))
+    objective = {name: getattr(config.loss, name) for name in OBJECTIVE}
     others = [name for name in losses if name != "cce"]
-    if others and objective != LossConfig().model_dump(include=set(OBJECTIVE)):
+    if others and any(value != getattr(LossOptions, name) for name, value in objective.items()):
         raise ValueError(
             f"keys {list(OBJECTIVE)} of loss must be left out with loss {others[0]}, which has "
             f"none of them, got {objective}"

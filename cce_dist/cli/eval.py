@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from cce_dist.needs.extras import need_modules
 
 from .output import check_output, write_output
-
-if TYPE_CHECKING:
-    from cce_dist.train.evaluate.scores import Findings, Score, TextScore
 
 # Columns of output to a file, such as a log of torchrun.
 WIDTH = 80
@@ -36,8 +33,7 @@ def evaluate(
         int | None, typer.Option(help="Tokens of a window; else as in training.")
     ] = None,
     stride: Annotated[
-        int | None,
-        typer.Option(help="Tokens from window to window; else as many as a window has."),
+        int | None, typer.Option(help="Tokens from window to window; else as many as a window has.")
     ] = None,
     cache: Annotated[
         Path | None, typer.Option(help="Where the run's tokenizer is, if its data.cache has moved.")
@@ -72,8 +68,8 @@ def evaluate(
     raise typer.Exit(run_evaluation(request, lambda findings: _hand_over(findings, json_path)))
 
 
-def _hand_over(findings: Findings, path: Path | None) -> None:
-    text = json.dumps(findings.as_json(), indent=1)
+def _hand_over(findings: dict[str, Any], path: Path | None) -> None:
+    text = json.dumps(findings, indent=1)
     if path is not None and str(path) == "-":
         typer.echo(text)
         return
@@ -87,7 +83,7 @@ def _hand_over(findings: Findings, path: Path | None) -> None:
             raise JobError(str(error)) from None
 
 
-def show(findings: Findings) -> None:
+def show(findings: dict[str, Any]) -> None:
     """Shows a table of the texts, and a table of the tenths of all of them by frequency."""
     from rich.console import Console
     from rich.text import Text
@@ -95,24 +91,23 @@ def show(findings: Findings) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    config, tokens = findings.config, findings.total.score.tokens
-    length = config.data.sequence_length
     lines = [
-        f"{findings.checkpoint.folder}, {config.dtype}",
-        f"windows of {length} tokens, {findings.stride} apart",
-        f"{findings.device}, dp {findings.dp}, tp {config.parallel.tp}: "
-        f"{tokens / findings.seconds:,.0f} tokens/s",
+        "{checkpoint}, {dtype}",
+        "windows of {sequence_length} tokens, {stride} apart",
+        "{device}, dp {dp}, tp {tp}: {rate:,.0f} tokens/s",
     ]
     for line in lines:
-        console.print(Text(line), soft_wrap=True)
-    rows = [[str(path), *_cells(score)] for path, score in findings.texts]
-    if len(rows) > 1:
-        rows.append(["all", *_cells(findings.total)])
+        rate = findings["tokens"] / findings["seconds"]
+        console.print(Text(line.format(rate=rate, **findings)), soft_wrap=True)
+    texts = findings["texts"]
+    if len(texts) > 1:
+        texts = [*texts, {"path": "all", **findings}]
+    rows = [[x["path"], *_figures(x), f"{x['bits_per_byte']:.4f}"] for x in texts]
     columns = ("text", "tokens", "nats/token", "perplexity", "bits/byte")
     console.print(_table(columns, rows))
     rows = [
-        [str(group.tenth), f"{group.num_ids:,}", _range(group.times), *_figures(group.score)]
-        for group in findings.groups
+        [str(x["tenth"]), f"{x['ids']:,}", _range(x["times"]), *_figures(x)]
+        for x in findings["frequency"]
     ]
     columns = ("tenth", "ids", "times each", "tokens", "nats/token", "perplexity")
     console.print(_table(columns, rows, "by how often the texts have the token"))
@@ -131,15 +126,12 @@ def _table(columns: tuple[str, ...], rows: list[list[str]], caption: str | None 
     return table
 
 
-def _cells(score: TextScore) -> list[str]:
-    return [*_figures(score.score), f"{score.bits_per_byte:.4f}"]
+def _figures(score: dict[str, Any]) -> list[str]:
+    perplexity = score["perplexity"]
+    shown = "> 1e307" if perplexity is None else f"{perplexity:,.2f}"
+    return [f"{score['tokens']:,}", f"{score['nats_per_token']:.6f}", shown]
 
 
-def _figures(score: Score) -> list[str]:
-    perplexity = "> 1e307" if score.perplexity is None else f"{score.perplexity:,.2f}"
-    return [f"{score.tokens:,}", f"{score.nats_per_token:.6f}", perplexity]
-
-
-def _range(times: tuple[int, int]) -> str:
+def _range(times: list[int]) -> str:
     least, most = times
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"

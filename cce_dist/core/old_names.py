@@ -45,7 +45,7 @@ NEW_NAMES = {
     "cce_dist.train.perplexity": "cce_dist.train.evaluate.perplexity",
     "cce_dist.train.pipeline_layout": "cce_dist.train.config.pipeline",
     "cce_dist.train.pipeline_model": "cce_dist.train.pipeline.stages",
-    "cce_dist.train.pipeline_report": "cce_dist.train.report.pipeline",
+    "cce_dist.train.pipeline_report": "cce_dist.train.report.run",
     "cce_dist.train.place": "cce_dist.train.watch.place",
     "cce_dist.train.scores": "cce_dist.train.evaluate.scores",
     "cce_dist.train.text": "cce_dist.train.data.text",

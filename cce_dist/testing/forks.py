@@ -19,7 +19,7 @@ IMPORTED = (
     "cce_dist.cli.main",
     "cce_dist.testing",
     "cce_dist.train.job",
-    "cce_dist.train.report.pipeline",
+    "cce_dist.train.pipeline.step",
     "matplotlib.backends.backend_agg",
     "torch._dynamo",
     "torch._inductor.compile_fx",

@@ -13,40 +13,23 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from cce_dist.core.phases import in_phase
 from cce_dist.train.config.schema import TrainConfig
-from cce_dist.train.model.decoder import count_parameters
+from cce_dist.train.model.decoder import Decoder, count_parameters
 from cce_dist.train.model.fsdp import local_shard
-from cce_dist.train.pipeline.stages import AnyDecoder
 
 from .checkpoint_files import read_state, read_tensors, write_state
 from .collectives import wait_for_all
 from .disk import GO_ON, writing
-from .errors import ConfigError, JobError
+from .errors import ConfigError
 from .progress import format_bytes
 from .ranks import Ranks
 
-# Keys that may differ between a checkpoint and the run that resumes it: they change neither
-# the loss nor the text. All other keys must agree. `batch` times dp has a check of its own.
-FREE_KEYS = (
-    "run.name",
-    "run.out",
-    "data.cache",
-    "parallel.tp",
-    "parallel.sequence_parallel",
-    "parallel.fsdp",
-    "parallel.pp",
-    "parallel.schedule",
-    "parallel.vocab_over_pipeline",
-    "parallel.microbatches",
-    "parallel.virtual_stages",
-    "parallel.layers_per_stage",
-    "parallel.timeout_s",
-    "loss.workspace_mib",
-    "loss.backend",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "log_every",
-    "batch",
+# Keys and sections that may differ between a checkpoint and the run that resumes it: they change
+# neither the loss nor the text. All others must agree. `batch` times dp has a check of its own.
+FREE = (
+    *("run.name", "run.out", "data.cache", "parallel.", "checkpoint.", "log_every", "batch"),
+    *("loss.workspace_mib", "loss.backend"),
 )
 INFO_FILE = "run.json"
 # The weight and AdamW's two moments, all in fp32.
@@ -79,7 +62,7 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
         ConfigError: a file of the checkpoint is missing or has another size than when written.
     """
     checkpoints = _complete_checkpoints(folder)
-    return _open_checkpoint(checkpoints[-1]) if checkpoints else None
+    return _open_checkpoint(checkpoints[max(checkpoints)]) if checkpoints else None
 
 
 def find_checkpoint(folder: Path, step: int | None) -> Checkpoint:
@@ -92,19 +75,18 @@ def find_checkpoint(folder: Path, step: int | None) -> Checkpoint:
     checkpoints = _complete_checkpoints(folder)
     if not checkpoints:
         raise ConfigError(f"{folder} must hold a checkpoint of cce-dist train, got none")
-    if step is None:
-        return _open_checkpoint(checkpoints[-1])
-    path = folder / _name_of(step)
-    if path not in checkpoints:
-        steps = ", ".join(str(int(each.name.removeprefix("step_"))) for each in checkpoints)
+    step = max(checkpoints) if step is None else step
+    if step not in checkpoints:
+        steps = ", ".join(map(str, sorted(checkpoints)))
         raise ConfigError(
             f"{folder} must hold a checkpoint of step {step}, got checkpoints of steps {steps}"
         )
-    return _open_checkpoint(path)
+    return _open_checkpoint(checkpoints[step])
 
 
-def _complete_checkpoints(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step_*") if (path / INFO_FILE).exists())
+def _complete_checkpoints(folder: Path) -> dict[int, Path]:
+    complete = [path for path in folder.glob("step_*") if (path / INFO_FILE).exists()]
+    return {int(path.name.removeprefix("step_")): path for path in complete}
 
 
 def _open_checkpoint(folder: Path) -> Checkpoint:
@@ -122,28 +104,23 @@ def _open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, info["step"], info["dp"], info["data_key"], cache, info["config"])
 
 
-def _name_of(step: int) -> str:
-    return f"step_{step:08d}"
-
-
+@in_phase("checkpoint")
 def save_checkpoint(
     folder: Path,
     step: int,
-    model: AnyDecoder,
+    model: Decoder,
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
-    *,
-    config: TrainConfig,
     data_key: str,
-) -> Path:
+) -> None:
     """Writes all state that a resumed run needs, then makes it visible in one rename.
 
     Raises:
         JobError: a file cannot be written, on any rank; earlier checkpoints are as they were.
     Collectives: those of torch.distributed.checkpoint.save, and one small all-reduce.
     """
-    final = folder / _name_of(step)
-    partial = folder / f"partial_{step:08d}"
+    config = model.config
+    final, partial = folder / f"step_{step:08d}", folder / f"partial_{step:08d}"
     info = {
         "step": step,
         "dp": ranks.dp,
@@ -154,22 +131,17 @@ def save_checkpoint(
     }
     size = format_bytes(checkpoint_bytes(config))
     remedy = f"{GO_ON}; checkpoint.keep={config.checkpoint.keep} of them stay on the disk"
-    try:
-        with writing(f"the checkpoint of step {step}, about {size},", folder, remedy):
-            if ranks.is_main:
-                remove_partial(folder)
-                partial.mkdir(parents=True)
-            wait_for_all(ranks.device)
-            write_state(_state(model, optimizer, ranks), partial)
-            if ranks.is_main:
-                _publish(partial, final, info)
-                _prune(folder, config.checkpoint.keep)
-    except JobError:
-        # No rank writes any more. Unfinished files only take up the missing space.
+    name = f"the checkpoint of step {step}, about {size},"
+    # If a rank fails, no rank writes any more.
+    with writing(name, folder, remedy, scrap=partial if ranks.is_main else None):
         if ranks.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return final
+            remove_partial(folder)
+            partial.mkdir(parents=True)
+        wait_for_all(ranks.device)
+        write_state(_state(model, optimizer, ranks), partial)
+        if ranks.is_main:
+            _publish(partial, final, info)
+            _prune(folder, config.checkpoint.keep)
 
 
 def checkpoint_bytes(config: TrainConfig) -> int:
@@ -194,7 +166,7 @@ def _publish(partial: Path, final: Path, info: dict[str, Any]) -> None:
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, model: AnyDecoder, optimizer: torch.optim.Optimizer, ranks: Ranks
+    checkpoint: Checkpoint, model: Decoder, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> None:
     """Fills model, optimizer and random state in place; each rank reads its own rows.
 
@@ -206,7 +178,7 @@ def load_checkpoint(
     torch.set_rng_state(state["rng"])
 
 
-def load_weights(checkpoint: Checkpoint, model: AnyDecoder, ranks: Ranks) -> None:
+def load_weights(checkpoint: Checkpoint, model: Decoder, ranks: Ranks) -> None:
     """Fills the model alone, in place, whatever layout it was trained in.
 
     Raises:
@@ -233,35 +205,26 @@ def check_resumable(checkpoint: Checkpoint, config: TrainConfig, dp: int) -> Non
     Raises:
         ConfigError: names each key that changed, with both values.
     """
-    saved = _flatten(checkpoint.config)
+    # Keys that are newer than the checkpoint had their defaults.
+    saved = _flatten(TrainConfig().model_dump(mode="json")) | _flatten(checkpoint.config)
     now = _flatten(config.model_dump(mode="json"))
-    free = FREE_KEYS
-    if now["optimizer.schedule"] == "constant":
-        # Only the cosine schedule depends on the number of steps.
-        free += ("steps",)
+    # Only the cosine schedule depends on the number of steps.
+    free = (*FREE, "steps") if now["optimizer.schedule"] == "constant" else FREE
     changed = [
         f"  {key} was {saved.get(key)!r}, got {now.get(key)!r}"
         for key in sorted(saved.keys() | now.keys())
-        if key not in free and saved.get(key) != now.get(key)
+        if not key.startswith(free) and saved.get(key) != now.get(key)
     ]
-    saved_batch = saved["batch"] * checkpoint.dp
-    if saved_batch != config.batch * dp:
-        changed.append(
-            f"  batch x data-parallel ranks was {saved_batch}, got {config.batch} x {dp}"
-        )
+    sequences = saved["batch"] * checkpoint.dp
+    if sequences != config.batch * dp:
+        changed.append(f"  batch x data-parallel ranks was {sequences}, got {config.batch} x {dp}")
     if changed:
-        raise ConfigError(
-            "\n".join(
-                [
-                    f"--resume must keep what the loss depends on ({checkpoint.folder}):",
-                    *changed,
-                    "  change it back, or start a new run with another run.name",
-                ]
-            )
-        )
+        rule = f"--resume must keep what the loss depends on ({checkpoint.folder}):"
+        advice = "  change it back, or start a new run with another run.name"
+        raise ConfigError("\n".join([rule, *changed, advice]))
 
 
-def _state(model: AnyDecoder, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
+def _state(model: Decoder, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
     """Returns tensors that share storage with the live ones: loading fills the live ones."""
     moments = {}
     for name, parameter in model.named_parameters():
@@ -271,17 +234,17 @@ def _state(model: AnyDecoder, optimizer: torch.optim.Optimizer, ranks: Ranks) ->
     return {"model": weights, "optimizer": moments, "rng": torch.get_rng_state()}
 
 
-def _weights(model: AnyDecoder, ranks: Ranks) -> dict[str, Tensor]:
+def _weights(model: Decoder, ranks: Ranks) -> dict[str, Tensor]:
     return {
         name: _as_saved(name, parameter.detach(), model, ranks)
         for name, parameter in model.named_parameters()
     }
 
 
-def _as_saved(name: str, tensor: Tensor, model: AnyDecoder, ranks: Ranks) -> Tensor:
+def _as_saved(name: str, tensor: Tensor, model: Decoder, ranks: Ranks) -> Tensor:
     """Returns the parameter of this name, or a moment of it, in its saved form."""
-    mesh = ranks.vocab_mesh if name in model.names_over_pipeline else ranks.mesh
-    vocab_size = model.vocab_size if name in model.sharded_parameters() else None
+    mesh = ranks.vocab_mesh if model.is_over_pipeline(name) else ranks.mesh
+    vocab_size = model.config.data.vocab_size if name in model.shards else None
     over_dp = isinstance(tensor, DTensor)
     # AdamW counts its steps in a scalar.
     if tensor.dim() == 0 or (vocab_size is None and not over_dp):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from cce_dist import VocabShard
 
 # torch 2.13 renamed this collective and warns at the old name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Buckets make fewer, larger messages; the size of a bucket bounds the copy that it needs.
+# Buckets make fewer, larger messages; a bucket has so many bytes and at most one gradient more.
 BUCKET_BYTES = 64 * 2**20
 
 
@@ -56,35 +60,30 @@ class SumPartialsToSlices(torch.autograd.Function):
 
 
 class GatherRows(torch.autograd.Function):
-    """The whole [V, D] weight from uneven shards of rows, for the dense comparison only.
+    """The whole [V, D] weight from `VocabShard.chunked` rows, for the dense comparison only.
 
-    Collectives: forward one all-gather of D * max(V_local) numbers a rank; backward one
+    Collectives: forward one all-gather of D * ceil(V / ranks) numbers a rank; backward one
     all-reduce of [V, D] if `partial_grad`, that is if ranks see different tokens, else none.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, group: dist.ProcessGroup, bounds: Any, partial_grad: bool
+        ctx: Any, weight: Tensor, group: dist.ProcessGroup, shard: VocabShard, partial_grad: bool
     ) -> Tensor:
-        ctx.group, ctx.bounds, ctx.partial_grad = group, bounds, partial_grad
-        most_rows = max(stop - start for start, stop in bounds)
-        padded = weight.new_zeros(most_rows, weight.shape[1])
-        padded[: weight.shape[0]] = weight
+        ctx.group, ctx.shard, ctx.partial_grad = group, shard, partial_grad
+        # The last ranks alone have fewer rows: their padding is at the end.
+        most_rows = -(-shard.vocab_size // group.size())
         gathered = weight.new_empty(group.size() * most_rows, weight.shape[1])
+        padded = F.pad(weight, (0, 0, 0, most_rows - weight.shape[0]))
         _all_gather(gathered, padded, group=group)
-        shards = gathered.view(group.size(), most_rows, -1)
-        pieces = [
-            shard[: stop - start] for shard, (start, stop) in zip(shards, bounds, strict=True)
-        ]
-        return torch.cat(pieces)
+        return gathered[: shard.vocab_size]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         grad = grad.contiguous()
         if ctx.partial_grad:
             dist.all_reduce(grad, group=ctx.group)
-        start, stop = ctx.bounds[ctx.group.rank()]
-        return grad[start:stop], None, None, None
+        return grad[ctx.shard.start : ctx.shard.stop], None, None, None
 
 
 def sum_gradients(grads: Sequence[Tensor], group: dist.ProcessGroup, scale: float) -> None:
@@ -102,17 +101,9 @@ def sum_gradients(grads: Sequence[Tensor], group: dist.ProcessGroup, scale: floa
 
 
 def _buckets(grads: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    bucket: list[Tensor] = []
-    num_bytes = 0
-    for grad in grads:
-        size = grad.numel() * grad.element_size()
-        if bucket and num_bytes + size > BUCKET_BYTES:
-            yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append(grad)
-        num_bytes += size
-    if bucket:
-        yield bucket
+    ends = accumulate(grad.numel() * grad.element_size() for grad in grads)
+    by_end = groupby(zip(grads, ends, strict=True), lambda each: each[1] // BUCKET_BYTES)
+    return ([grad for grad, _ in bucket] for _, bucket in by_end)
 
 
 def sum_over_world(values: Sequence[Tensor | float], device: torch.device) -> list[float]:

@@ -22,21 +22,29 @@ GO_ON = (
 
 
 @contextmanager
-def writing(name: str, folder: Path, remedy: str = GO_ON) -> Iterator[None]:
+def writing(
+    name: str, folder: Path, remedy: str = GO_ON, *, scrap: Path | None = None
+) -> Iterator[None]:
     """Turns an OSError of files in `folder` into one message.
 
     Args:
         name: name of the file or files, at the start of the message.
+        scrap: an unfinished folder, which is removed if writing fails: it takes up scarce space.
     Raises:
         JobError: with the reason, the free space and the remedy.
     """
     try:
         yield
-    except OSError as error:
-        raise JobError(
-            f"{name} could not be written in {folder}: {reason_of(error)}; {_free_text(folder)}. "
-            f"To do: {remedy}"
-        ) from None
+    except (OSError, JobError) as error:
+        failure = error
+        if isinstance(error, OSError):
+            failure = JobError(
+                f"{name} could not be written in {folder}: {reason_of(error)}; "
+                f"{_free_text(folder)}. To do: {remedy}"
+            )
+        if scrap is not None:
+            shutil.rmtree(scrap, ignore_errors=True)
+        raise failure from None
 
 
 def require_space(folder: Path, key: str, num_bytes: int) -> None:
@@ -68,6 +76,25 @@ def require_space(folder: Path, key: str, num_bytes: int) -> None:
             f"checkpoint, got {format_bytes(free)} in {folder}: free space, or set {key} to "
             "another folder"
         )
+
+
+def read_text(path: Path, argument: str) -> str:
+    """Reads a UTF-8 file.
+
+    Args:
+        argument: the key or option that names the file, for the message.
+    Raises:
+        ConfigError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf8")
+    except OSError as error:
+        raise ConfigError(f"{argument}: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{argument}: {path} must be UTF-8 text, got the byte "
+            f"0x{error.object[error.start]:02x} at offset {error.start}"
+        ) from None
 
 
 def reason_of(error: OSError) -> str:

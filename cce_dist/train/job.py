@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from cce_dist.train.config.load import load_config
@@ -13,7 +13,7 @@ from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.data.batches import split_tokens
 from cce_dist.train.data.tokens import TokenCache, open_tokens, prepare_tokens
 from cce_dist.train.model.decoder import count_parameters
-from cce_dist.train.report.run import Evaluation, describe_ranks, evaluate, write_report
+from cce_dist.train.report.run import describe_ranks, evaluate, write_report
 from cce_dist.train.watch.heartbeat import Heartbeat
 from cce_dist.train.watch.watch import run_watched, wait_for_main
 
@@ -35,19 +35,14 @@ def run_job(
     continue the run, whatever `resume` is.
     """
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-    def load() -> TrainConfig:
-        return load_config(config_path, overrides, num_ranks=num_ranks())
-
-    def work(config: TrainConfig, ranks: Ranks, heartbeat: Heartbeat, stop: StopRequest) -> None:
-        _train_and_report(config, ranks, heartbeat, stop, resume, compare_dense)
-
-    return run_watched(load, work, _kin)
+    work = partial(_train_and_report, resume=resume, compare_dense=compare_dense)
+    load = partial(load_config, config_path, overrides)
+    return run_watched(lambda: load(num_ranks=num_ranks()), work, _kin)
 
 
 def _kin(config: TrainConfig, ranks: Ranks) -> int:
     # Only the last stage's ranks merge statistics, unless the head is over the whole pipeline.
-    return ranks.pp_rank if ranks.pp > 1 and not config.layout("cce").over_pipeline else 0
+    return 0 if config.layout().over_pipeline else ranks.pp_rank
 
 
 def _train_and_report(
@@ -55,11 +50,12 @@ def _train_and_report(
     ranks: Ranks,
     heartbeat: Heartbeat,
     stop: StopRequest,
+    *,
     resume: bool,
     compare_dense: bool,
 ) -> None:
     display = Display(ranks.is_main)
-    heartbeat.phase = "preparing the text"
+    heartbeat.place.phase = "preparing the text"
     cache = _share_tokens(config, ranks, display, resume)
     batches = split_tokens(cache.tokens(), config)
     if cache.num_merged < config.data.vocab_size:
@@ -72,7 +68,7 @@ def _train_and_report(
     run = _trained(job, config.run_dir, "cce", resume)
     if run is None:
         return
-    evaluation = _evaluate(job, run)
+    evaluation = evaluate(job, run)
     dense = None
     if compare_dense:
         # The second run's peak must not include memory of the first run.
@@ -83,34 +79,20 @@ def _train_and_report(
         dense = config.run_dir / "dense"
         if _trained(job, dense, "dense", resume) is None:
             return
-    heartbeat.phase = "writing the report"
+    heartbeat.place.phase = "writing the report"
     if ranks.is_main:
         report = write_report(job, config.run_dir, evaluation, dense)
         display.show_report(report)
         display.say(f"written: {config.run_dir}/report.md, loss.png, metrics.jsonl, checkpoints/")
 
 
-def _evaluate(job: Job, run: Run) -> Evaluation:
-    if run.pipeline is None:
-        return evaluate(job, run)
-    from cce_dist.train.report.pipeline import evaluate_pipeline
-
-    return evaluate_pipeline(job, run)
-
-
 def _trained(job: Job, folder: Path, head: str, resume: bool) -> Run | None:
-    job.heartbeat.phase = "building the model"
+    job.heartbeat.place.phase = "building the model"
     with writing("the folder of the run", folder):
         folder.mkdir(exist_ok=True)
     run = start_run(job, folder, head)
     start = resume_run(job, run) if resume else 0
-    _announce(job, run)
-    return run if train(job, run, start) else None
-
-
-def _announce(job: Job, run: Run) -> None:
-    config, ranks = job.config, job.ranks
-    size = count_parameters(config)
+    config, ranks, size = job.config, job.ranks, count_parameters(job.config)
     tokens = ranks.dp * config.batch * config.data.sequence_length
     text = (
         f"{run.folder}: head {run.head}, {size.total / 1e6:.2f} M parameters "
@@ -120,6 +102,7 @@ def _announce(job: Job, run: Run) -> None:
     if run.pipeline is not None:
         text += f"; pipeline: {run.pipeline.layout.describe()}"
     job.display.say(text)
+    return run if train(job, run, start) else None
 
 
 def _share_tokens(config: TrainConfig, ranks: Ranks, display: Display, resume: bool) -> TokenCache:
@@ -128,14 +111,13 @@ def _share_tokens(config: TrainConfig, ranks: Ranks, display: Display, resume: b
         _open_run(config, display, resume)
         ranks.store.set("folder", "")
         cache = _prepare_tokens(config, ranks, display, resume)
-        ranks.store.set("tokens", json.dumps(cache.key))
+        ranks.store.set("tokens", cache.key)
         return cache
     wait_for_main(ranks, "folder")
     require_space(config.run_dir, "run.out", 0)
     wait_for_main(ranks, "tokens")
-    key = json.loads(ranks.store.get("tokens"))
     try:
-        return open_tokens(config.data.cache, key)
+        return open_tokens(config.data.cache, ranks.store.get("tokens").decode())
     except OSError as error:
         raise ConfigError(
             f"data.cache must be a folder that every rank sees, but rank {ranks.rank} cannot read "

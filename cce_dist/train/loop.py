@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,29 +17,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cce_dist import LossOutput
+from cce_dist import LossOptions, LossOutput
 from cce_dist.core.phases import in_phase
-from cce_dist.train.config.schema import LossConfig, TrainConfig
+from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.data.batches import Batches
 from cce_dist.train.model.decoder import Decoder, initialize
 from cce_dist.train.model.fsdp import place
 from cce_dist.train.model.head import HeadLoss, Stat, head_layout, make_head_loss
-from cce_dist.train.pipeline.stages import AnyDecoder, StagedDecoder
 from cce_dist.train.watch.heartbeat import Heartbeat
 
-from .checkpoint import (
-    check_resumable,
-    load_checkpoint,
-    newest_checkpoint,
-    save_checkpoint,
-)
+from .checkpoint import check_resumable, load_checkpoint, newest_checkpoint, save_checkpoint
 from .errors import JobError
-from .metrics import (
-    append_metrics,
-    peak_memory_bytes,
-    reset_peak_memory,
-    truncate_metrics,
-)
+from .metrics import append_metrics, peak_memory_bytes, reset_peak_memory, truncate_metrics
 from .optimizer import (
     StepTotals,
     agree,
@@ -82,16 +70,10 @@ class Run:
 
     folder: Path
     head: str
-    model: AnyDecoder
+    model: Decoder
     optimizer: torch.optim.Optimizer
     head_loss: HeadLoss
     pipeline: Pipeline | None = None
-
-    @property
-    def decoder(self) -> Decoder:
-        """The model of a run without a pipeline."""
-        assert isinstance(self.model, Decoder)
-        return self.model
 
     @property
     def checkpoints(self) -> Path:
@@ -100,19 +82,14 @@ class Run:
 
 def start_run(job: Job, folder: Path, head: str) -> Run:
     config, ranks = job.config, job.ranks
-    pipeline = None
+    model, pipeline = Decoder(config, ranks, config.layout(head)), None
+    initialize(model, config.run.seed)
+    place(model, config, ranks)
     if ranks.pp > 1:
         # A local import: torch.distributed.pipelining imports torch's compiler.
         from cce_dist.train.pipeline.step import Pipeline
 
-        model = StagedDecoder(config, ranks, config.layout(head))
-        model.initialize(config.run.seed)
-        model.to(ranks.device)
         pipeline = Pipeline(config, ranks, model, head)
-    else:
-        model = Decoder(config, ranks)
-        initialize(model, config.run.seed)
-        place(model, config, ranks)
     torch.manual_seed(config.run.seed)
     optimizer = make_optimizer(model, config.optimizer, ranks.device)
     head_loss = make_head_loss(config, head_layout(config, ranks), head)
@@ -125,7 +102,7 @@ def resume_run(job: Job, run: Run) -> int:
     step = 0
     if checkpoint is not None:
         check_resumable(checkpoint, job.config, job.ranks.dp)
-        job.heartbeat.phase = "loading a checkpoint"
+        job.heartbeat.place.phase = "loading a checkpoint"
         load_checkpoint(checkpoint, run.model, run.optimizer, job.ranks)
         step = checkpoint.step
     if job.ranks.is_main:
@@ -144,7 +121,9 @@ def train(job: Job, run: Run, start: int) -> bool:
             stop = train_step(job, run, step)
             every = config.checkpoint.every
             if stop or step == config.steps or (every and step % every == 0):
-                save(job, run, step)
+                save_checkpoint(
+                    run.checkpoints, step, run.model, run.optimizer, job.ranks, job.data_key
+                )
             if stop and step < config.steps:
                 job.display.say(
                     f"stopped after step {step}; checkpoint in {run.checkpoints}: start the same "
@@ -157,28 +136,24 @@ def train(job: Job, run: Run, start: int) -> bool:
 def train_step(job: Job, run: Run, step: int) -> bool:
     """Trains a step and writes it to metrics.jsonl; returns True if any rank was asked to stop."""
     config, ranks = job.config, job.ranks
-    job.heartbeat.phase, job.heartbeat.step = "training", step
+    job.heartbeat.place.phase, job.heartbeat.place.step = "training", step
     started = time.perf_counter()
     is_log_step = step % config.log_every == 0 or step in (1, config.steps)
     ids, targets = job.batches.step(step, ranks.dp_rank, ranks.dp)
     ids, targets = ids.to(ranks.device), targets.to(ranks.device)
-    out = None
     if run.pipeline is not None:
         with in_phase("forward and backward"):
-            loss = run.pipeline.step(ids, targets) / (ranks.dp * ranks.tp)
+            out = LossOutput(loss=run.pipeline.step(ids, targets))
     else:
         stats = stats_of(config.loss) if is_log_step and run.head == "cce" else ()
         with in_phase("forward"):
-            out = forward_loss(run, ids, targets.flatten(), config, stats)
+            out = run.model(ids, lambda *of_head: run.head_loss(*of_head, targets.flatten(), stats))
         with in_phase("backward"):
             out.loss.backward()
-        loss = out.loss / ranks.world_size
     with in_phase("update"):
-        totals, lr = update(job, run, step, loss)
+        totals, lr = update(job, run, step, out.loss / (ranks.dp * ranks.tp))
     if ranks.is_main:
         seconds = time.perf_counter() - started
-        tail_mass = None if out is None else out.tail_mass
-        screened = None if out is None else out.screened
         record = StepRecord(
             step=step,
             loss=totals.loss,
@@ -187,22 +162,21 @@ def train_step(job: Job, run: Run, step: int) -> bool:
             lr=lr,
             grad_norm=totals.grad_norm,
             peak_memory_of_pp=None if run.pipeline is None else ranks.largest_of_pp(totals.peaks),
-            tail_mass=None if tail_mass is None else float(tail_mass.mean()),
-            screened=None if screened is None else bool(screened.all()),
+            tail_mass=None if out.tail_mass is None else float(out.tail_mass.mean()),
+            screened=None if out.screened is None else bool(out.screened.all()),
         )
         append_metrics(run.folder, record)
         job.display.step(record, config.steps, is_log_step)
     return totals.stop
 
 
-def stats_of(config: LossConfig) -> tuple[Stat, ...]:
+def stats_of(options: LossOptions) -> tuple[Stat, ...]:
     """Returns the statistics that a logged step asks of the loss."""
-    stats: list[Stat] = []
-    if config.gradient == "filtered":
-        stats.append("tail_mass")
-    if config.logits == "screened":
-        stats.append("screened")
-    return tuple(stats)
+    wanted: dict[Stat, bool] = {
+        "tail_mass": options.gradient == "filtered",
+        "screened": options.logits == "screened",
+    }
+    return tuple(stat for stat, is_wanted in wanted.items() if is_wanted)
 
 
 def update(job: Job, run: Run, step: int, loss: Tensor) -> tuple[StepTotals, float]:
@@ -231,35 +205,3 @@ def _require_finite(totals: StepTotals, step: int, config: TrainConfig) -> None:
             f"gradient norm={totals.grad_norm}: lower optimizer.lr (now {config.optimizer.lr}) or "
             "lengthen optimizer.warmup; --resume goes back to the last checkpoint"
         )
-
-
-def forward_loss(
-    run: Run, ids: Tensor, targets: Tensor, config: TrainConfig, stats: Sequence[Stat]
-) -> LossOutput:
-    with _autocast(ids.device, config):
-        return run.decoder(
-            ids, lambda hidden, weight: run.head_loss(hidden, weight, targets, stats)
-        )
-
-
-def forward_body(model: Decoder, ids: Tensor, config: TrainConfig) -> Tensor:
-    """Runs the body; returns the head's input, the hidden states."""
-    with _autocast(ids.device, config):
-        return model(ids)
-
-
-def _autocast(device: torch.device, config: TrainConfig) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
-
-
-@in_phase("checkpoint")
-def save(job: Job, run: Run, step: int) -> None:
-    save_checkpoint(
-        run.checkpoints,
-        step,
-        run.model,
-        run.optimizer,
-        job.ranks,
-        config=job.config,
-        data_key=job.data_key,
-    )

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from cce_dist.train.config.schema import OptimizerConfig, TrainConfig
-from cce_dist.train.model.fsdp import is_fully_sharded, local_shard
-from cce_dist.train.pipeline.stages import AnyDecoder
+from cce_dist.train.model.decoder import Decoder
+from cce_dist.train.model.fsdp import local_shard
 
 from .collectives import sum_gradients, sum_over_world
 from .errors import JobError
@@ -22,7 +23,7 @@ NORM_CHUNK = 2**24
 
 
 def make_optimizer(
-    model: AnyDecoder, config: OptimizerConfig, device: torch.device
+    model: Decoder, config: OptimizerConfig, device: torch.device
 ) -> torch.optim.Optimizer:
     """Makes AdamW; matrices decay, norms do not."""
     parameters = list(model.parameters())
@@ -55,7 +56,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return optimizer.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-def sync_gradients(model: AnyDecoder, ranks: Ranks, *, sequence_parallel: bool) -> None:
+def sync_gradients(model: Decoder, ranks: Ranks, *, sequence_parallel: bool) -> None:
     """Makes every gradient the gradient of the mean loss over the global batch.
 
     Each tp rank's loss is the mean over its dp rank's tokens, so dp ranks average. After that the
@@ -64,7 +65,7 @@ def sync_gradients(model: AnyDecoder, ranks: Ranks, *, sequence_parallel: bool) 
     averaged over dp in the backward.
     """
     body = _local_grads(model.body_parameters().values())
-    if is_fully_sharded(model):
+    if isinstance(model, FSDPModule):
         if sequence_parallel:
             sum_gradients(body, ranks.tp_group, 1.0)
         return
@@ -85,7 +86,7 @@ class StepTotals:
 
 
 def agree(
-    model: AnyDecoder, ranks: Ranks, loss: Tensor, stop: bool, peak_memory: int, step: int
+    model: Decoder, ranks: Ranks, loss: Tensor, stop: bool, peak_memory: int, step: int
 ) -> StepTotals:
     """Exchanges loss, gradient norm, the wish to stop, memory and step in one small all-reduce.
 
@@ -98,9 +99,9 @@ def agree(
     Raises:
         JobError: on every rank, if ranks are in different steps.
     """
-    vocabulary = _squared_norm(model.sharded_parameters().values()) / model.num_vocabulary_copies
+    vocabulary = _squared_norm(model.sharded_parameters().values()) / (1 + model.is_copied)
     body = _squared_norm(model.body_parameters().values()) / ranks.tp
-    squared_norm_here = (vocabulary + body) / (1 if is_fully_sharded(model) else ranks.dp)
+    squared_norm_here = (vocabulary + body) / (1 if isinstance(model, FSDPModule) else ranks.dp)
     # Each rank adds to its own place, so that the sum also gives each rank's number.
     each = torch.zeros(2, ranks.world_size, dtype=torch.float64)
     each[0, ranks.rank], each[1, ranks.rank] = peak_memory, step
@@ -115,7 +116,7 @@ def agree(
     )
 
 
-def clip_gradients(model: AnyDecoder, grad_norm: float, limit: float | None) -> None:
+def clip_gradients(model: Decoder, grad_norm: float, limit: float | None) -> None:
     if limit is None or grad_norm <= limit:
         return
     for grad in _local_grads(model.parameters()):

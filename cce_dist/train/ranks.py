@@ -39,10 +39,7 @@ def connect(config: ParallelConfig) -> Ranks:
     try:
         split_ranks(num_ranks(), tp=config.tp, pp=config.pp, prefix="parallel.")
         return init(
-            tp=config.tp,
-            pp=config.pp,
-            timeout=timeout,
-            join_timeout=max(timeout, JOIN_TIMEOUT_S),
+            tp=config.tp, pp=config.pp, timeout=timeout, join_timeout=max(timeout, JOIN_TIMEOUT_S)
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -2,64 +2,48 @@
 
 from __future__ import annotations
 
-import functools
 import types
 import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron_patch.errors import PatchError
 from megatron_patch.options import PatchOptions
-from megatron_patch.pipeline.arguments import Arguments
 from megatron_patch.pipeline.refusals import why_not_over_pipeline
 from megatron_patch.pipeline.rows import Rows, replace_output_layer
 from megatron_patch.pipeline.schedule import forward_backward, model_loss
 from megatron_patch.pipeline.tied import ShardedEmbedding
-from megatron_patch.seams import SCHEDULE, PipelineSeams, Seams, parallel_state
+from megatron_patch.replacements import Replacements
+from megatron_patch.seams import SCHEDULE, Arguments, PipelineSeams, Seams, parallel_state
 
-
-class _State:
-    """The replaced functions of this process."""
-
-    seams: PipelineSeams | None = None
-    schedule: Any = None  # our schedule in Megatron's module
-    init: Any = None  # our initialiser in Megatron's class, which shards new models
-    models: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+# Megatron's schedule, and the initialiser of its class.
+_REPLACED = Replacements()
+_MODELS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def replace_schedule(seams: PipelineSeams) -> None:
     """Replaces Megatron's schedule for models whose vocabulary is over the pipeline."""
-    if _State.schedule is not None:
-        return
-    original = getattr(seams.schedules, SCHEDULE)
 
-    @functools.wraps(original)
-    def schedule(**arguments: Any) -> Any:
-        models = (
-            arguments["model"] if isinstance(arguments["model"], list) else [arguments["model"]]
-        )
+    def schedule(original: Any, **arguments: Any) -> Any:
+        models = arguments["model"]
+        models = models if isinstance(models, list) else [models]
         rows = [x for model in models for x in model.modules() if isinstance(x, Rows)]
         if not rows:
             return original(**arguments)
         return forward_backward(seams, rows[0], Arguments(**arguments))
 
-    setattr(seams.schedules, SCHEDULE, schedule)
-    _State.seams, _State.schedule = seams, schedule
+    _REPLACED.replace(seams.schedules, SCHEDULE, schedule)
 
 
 def shard_new_models(options: PatchOptions, language_model: Seams, seams: PipelineSeams) -> None:
     """Replaces GPTModel's initialiser: it puts a new model's vocabulary over the pipeline."""
-    original = seams.gpt_model.__init__
 
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if _State.init is init:
-            shard_model(self, options, language_model, seams)
+        shard_model(self, options, language_model, seams)
 
-    seams.gpt_model.__init__ = init
-    _State.init = init
+    _REPLACED.replace(seams.gpt_model, "__init__", init)
 
 
 def shard_model(
@@ -96,21 +80,14 @@ def shard_model(
         model.share_embeddings_and_output_weights = False
     if model.post_process:
         model.compute_language_model_loss = types.MethodType(model_loss, model)
-    _State.models.add(model)
+    _MODELS.add(model)
 
 
 def restore() -> None:
     """Puts back Megatron's class and its schedule. Models keep their rows."""
-    seams = _State.seams
-    if seams is not None:
-        # If other code has wrapped our function since, ours stays underneath, and shards nothing.
-        if _State.init is not None and seams.gpt_model.__init__ is _State.init:
-            seams.gpt_model.__init__ = _State.init.__wrapped__
-        if getattr(seams.schedules, SCHEDULE) is _State.schedule:
-            setattr(seams.schedules, SCHEDULE, _State.schedule.__wrapped__)
-    _State.seams = _State.schedule = _State.init = None
-    _State.models.clear()
+    _REPLACED.restore()
+    _MODELS.clear()
 
 
 def names_of_models() -> tuple[str, ...]:
-    return tuple(sorted(type(model).__name__ for model in _State.models))
+    return tuple(sorted(type(model).__name__ for model in _MODELS))

@@ -26,27 +26,15 @@ PLAIN = (
         "an interleaved schedule has another order: drop "
         "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank",
     ),
-    (
-        "mtp_num_layers",
-        None,
-        "multi-token prediction computes further losses: drop --mtp-num-layers",
-    ),
-    (
-        "variable_seq_lengths",
-        False,
-        "all microbatches must have one shape: drop --variable-seq-lengths and pad",
-    ),
+    ("mtp_num_layers", None, "there are further losses: drop --mtp-num-layers"),
+    ("variable_seq_lengths", False, "microbatches need one shape: drop --variable-seq-lengths"),
     (
         "num_microbatches_with_partial_activation_checkpoints",
         None,
         "another number of microbatches is in flight: drop "
         "--num-microbatches-with-partial-activation-checkpoints",
     ),
-    (
-        "fine_grained_activation_offloading",
-        False,
-        "it follows Megatron's order: drop --fine-grained-activation-offloading",
-    ),
+    ("fine_grained_activation_offloading", False, "it follows Megatron's order: drop it"),
     ("cuda_graph_impl", "none", "graphs are captured in Megatron's order: drop --cuda-graph-impl"),
     ("enable_cuda_graph", False, "graphs are captured in Megatron's order: drop it"),
     ("external_cuda_graph", False, "graphs are captured in Megatron's order: drop it"),

@@ -121,14 +121,8 @@ def replace_output_layer(model: Any, options: PatchOptions, *, requires_grad: bo
     _scatter(weight, shard)
     rows = Rows(shard, options=options, is_tied=tied)
     rows.weight.requires_grad_(requires_grad)
-    for name, value in {
-        "tensor_model_parallel": True,
-        "partition_dim": 0,
-        "partition_stride": 1,
-        "allreduce": True,
-        "is_embedding_or_output_parameter": True,
-    }.items():
-        setattr(rows.weight, name, value)
+    vars(rows.weight).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+    vars(rows.weight).update(allreduce=True, is_embedding_or_output_parameter=True)
     model.output_layer = rows
     return rows
 

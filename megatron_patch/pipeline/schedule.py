@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from megatron_patch.deferred import DeferredLogits
 from megatron_patch.errors import PatchError, failing_in
-from megatron_patch.pipeline.arguments import Arguments
 from megatron_patch.pipeline.rows import NO_LOGITS, Rows
 from megatron_patch.pipeline.stages import Pipeline
 from megatron_patch.pipeline.step import Step
 from megatron_patch.refusals import why_hooked, why_overridden
-from megatron_patch.seams import LOSS, PipelineSeams, describe, parallel_state
+from megatron_patch.seams import LOSS, Arguments, PipelineSeams, describe, parallel_state
 
 
 def forward_backward(seams: PipelineSeams, rows: Rows, arguments: Arguments) -> list[Any]:

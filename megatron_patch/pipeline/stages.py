@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist import LossOptions
 from cce_dist.pipeline.comm.courier import Wait
 from cce_dist.pipeline.comm.groups import timeout_of
 from cce_dist.pipeline.embedding import TiedEmbedding
@@ -17,7 +16,6 @@ from cce_dist.pipeline.head import PipelineHead
 from cce_dist.planner.orders.circles import require_no_circle
 from cce_dist.planner.orders.vocab_1f1b import Pass, Times, plan_slow_start, plan_vocab_order
 from megatron_patch.errors import PatchError
-from megatron_patch.head import IGNORED
 from megatron_patch.pipeline.rows import Rows
 from megatron_patch.pipeline.tied import AHEAD
 from megatron_patch.seams import parallel_state
@@ -54,15 +52,7 @@ class Pipeline:
             sequence_parallel=splits and config.sequence_parallel,
             hidden_shape=hidden_shape,
             vocab_shard=rows.shard,
-            options=LossOptions(
-                reduction="none",
-                ignore_index=IGNORED,
-                softcap=options.softcap,
-                gradient=options.gradient,  # pyright: ignore[reportArgumentType]
-                logits=options.logits,  # pyright: ignore[reportArgumentType]
-                backend=options.backend,  # pyright: ignore[reportArgumentType]
-                workspace_bytes=options.workspace_bytes,
-            ),
+            options=options.loss,
             timeout=timeout,
             quantize_once=options.quantize_once,
         )

@@ -19,11 +19,10 @@ from cce_dist.pipeline.schedules.server import Waiting
 from megatron_patch.deferred import version_of
 from megatron_patch.errors import PatchError, failing_in
 from megatron_patch.head import IGNORED
-from megatron_patch.pipeline.arguments import Arguments
 from megatron_patch.pipeline.rows import Rows
 from megatron_patch.pipeline.stages import Pipeline
 from megatron_patch.pipeline.tied import TiedStep
-from megatron_patch.seams import PipelineSeams, parallel_state
+from megatron_patch.seams import Arguments, PipelineSeams, arguments_of, parallel_state
 
 # A rank that needs no hidden gradients leaves this many of their sums unawaited.
 _UNAWAITED = 2
@@ -54,7 +53,8 @@ class Step:
         self.trains = not arguments.forward_only
         embedding = self.pipeline.embedding
         self.tied = None if embedding is None else TiedStep(embedding, rows, arguments)
-        self._sync = _GradSync(self.config)
+        # DDP reduces gradients when this is closed.
+        self._unsynced = contextlib.ExitStack()
         self._store: list[Any] = []
         self._inputs: dict[int, list[Tensor | None]] = {}
         self._outputs: dict[int, list[Tensor]] = {}
@@ -103,7 +103,7 @@ class Step:
 
     def _start(self) -> None:
         if self.trains:
-            self._sync.disable()
+            self._unsynced.enter_context((self.config.no_sync_func or contextlib.nullcontext)())
         # By its __call__: hooks that gather parameters run before it.
         self.rows()
         self.head.start_step(record=self.trains)
@@ -117,7 +117,9 @@ class Step:
             self.head.finish_step()
             return
         self._finish_grads()
-        self._sync.launch(arguments.model)
+        if self._syncs_later:
+            self._unsynced.close()
+            self.config.grad_sync_func(arguments.model.parameters())
         if self.config.finalize_model_grads_func is not None:
             per_token = self.config.calculate_per_token_loss
             self.config.finalize_model_grads_func(
@@ -125,6 +127,14 @@ class Step:
                 self._num_tokens if per_token else None,
                 **{name: getattr(arguments, name) for name in self.seams.finalizing()},
             )
+
+    @property
+    def _syncs_later(self) -> bool:
+        """As in Megatron's schedule DDP reduces gradients during the last microbatch's backward.
+
+        With a grad_sync_func only the first stage does so; the others reduce after that backward.
+        """
+        return self.config.grad_sync_func is not None and self.pipeline.rank > 0
 
     def accept(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Takes hidden [s, b, h] and labels [b, s] of the microbatch whose forward is under way.
@@ -266,16 +276,19 @@ class Step:
     def _backward(self, index: int) -> None:
         received, output = self._inputs.pop(index), self._outputs.pop(index)
         grad = torch.ones_like(output[0]) if self.is_last else self.pipeline.receive_backward()
-        if index == self.arguments.num_microbatches - 1:
-            self._sync.enable_for_last(self.pipeline.rank)
-        (input_grad,) = self.seams.backward_step(
-            received,
-            output,
-            [grad],
-            config=self.config,
-            model_type=self.schedules.get_model_type(self.arguments.model),
-            num_stages=self.pipeline.size,
-        )
+        if index == self.arguments.num_microbatches - 1 and not self._syncs_later:
+            self._unsynced.close()
+        arguments = {
+            "input_tensor": received,
+            "output_tensor": output,
+            "output_tensor_grad": [grad],
+            "config": self.config,
+            "model_type": self.schedules.get_model_type(self.arguments.model),
+            "pipeline_model_parallel_size": self.pipeline.size,
+        }
+        # Some releases do not take the last two.
+        function = self.schedules.backward_step
+        (input_grad,) = function(**{name: arguments[name] for name in arguments_of(function)})
         self.pipeline.send_backward(input_grad)
 
     def _await_sums(self, at_most: int) -> None:
@@ -301,33 +314,3 @@ class Step:
         with torch.enable_grad():
             node = weight.expand_as(weight)
         torch.autograd.backward(node, weight.new_zeros(()).expand_as(weight))
-
-
-class _GradSync:
-    """A switch for DDP's reduction of gradients, as in Megatron's schedule.
-
-    DDP reduces during the last microbatch's backward. If config has a grad_sync_func, only the
-    first stage does so; the others reduce after that backward.
-    """
-
-    def __init__(self, config: Any) -> None:
-        self._config, self._context = config, None
-
-    def disable(self) -> None:
-        self._context = (self._config.no_sync_func or contextlib.nullcontext)()
-        self._context.__enter__()
-
-    def enable_for_last(self, rank: int) -> None:
-        if self._config.grad_sync_func is None or rank == 0:
-            self._enable()
-
-    def launch(self, model: Any) -> None:
-        if self._context is not None:
-            self._enable()
-            if self._config.grad_sync_func is not None:
-                self._config.grad_sync_func(model.parameters())
-
-    def _enable(self) -> None:
-        if self._context is not None:
-            self._context.__exit__(None, None, None)
-            self._context = None

@@ -17,8 +17,8 @@ from cce_dist.pipeline.embedding import TiedEmbedding
 from cce_dist.pipeline.phases import EmbeddingPhases
 from cce_dist.planner.orders.circles import asked_at
 from megatron_patch.errors import PatchError
-from megatron_patch.pipeline.arguments import Arguments
 from megatron_patch.pipeline.rows import Rows
+from megatron_patch.seams import Arguments
 
 # While one microbatch's tokens are looked up, the tokens of so many others are on their way.
 AHEAD = 1

@@ -228,4 +228,4 @@ def test_tail_mass_is_that_of_the_loss_with_its_softcap() -> None:
 def test_bench_refuses_a_softcap(softcap: str) -> None:
     for command in ("loss", "profile"):
         got = refuse(command, "--device", "cpu", "--softcap", softcap)
-        assert f"softcap must be positive and finite, got {float(softcap)}" in got
+        assert "softcap must be" in got and f"got {float(softcap)}" in got

@@ -159,7 +159,7 @@ def refusals() -> None:
         megatron_patch.apply("model")
     with pytest.raises(PatchError, match="must be, or wrap, a Megatron LanguageModule, got Linear"):
         megatron_patch.apply(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="gradient must be one of 'filtered', 'exact'"):
+    with pytest.raises(ValueError, match='use gradient="filtered" or "exact"'):
         megatron_patch.apply(model, gradient="in_forward")
     assert not vars(layer).keys() & {"forward", "megatron_patch"}
     assert megatron_patch.status().heads == ()

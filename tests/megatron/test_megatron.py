@@ -200,11 +200,11 @@ def test_command_checks_and_refuses(
     assert found.rstrip().endswith("gradient=filtered, logits=screened, backend=auto")
     for arguments, environment, message in (
         (("--gradient", "none", "x.py"), {}, "gradient must be one of 'filtered', 'exact'"),
-        (("--keep-logits", "true", "x.py"), {}, "keep_logits needs gradient='exact'"),
+        (("--keep-logits", "true", "x.py"), {}, "keep_logits=True has no effect with gradient='f"),
         (
             ("--gradient", "exact", "x.py"),
             {"MEGATRON_PATCH_LOGITS": "screened"},
-            "screened' needs gradient='filtered', whose filter chooses the columns",
+            "logits=\"screened\" needs a filter that leaves columns out, and gradient='exact'",
         ),
         (("--logits", "8", "x.py"), {}, "logits must be one of 'full', 'screened', got '8'"),
         (("--quantize-once", "0", "x.py"), {}, "quantize_once=False needs logits='screened'"),

@@ -95,7 +95,7 @@ SKIPS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         lambda local, *others, **named: lambda: local,
     ),
     "reduce": (hidden_sum, "reduce_grad_hidden", lambda grad, *others, **named: grad),
-    "checkpoint": (loop, "save", lambda job, run, step: None),
+    "checkpoint": (loop, "save_checkpoint", lambda *arguments: None),
     "step": (loop, "train_step", lambda job, run, step: False),
 }
 

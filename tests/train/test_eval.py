@@ -22,7 +22,7 @@ from cce_dist.train.checkpoint import Checkpoint, find_checkpoint
 from cce_dist.train.data.tokens import encode_texts, open_tokens
 from cce_dist.train.errors import ConfigError
 from cce_dist.train.evaluate.perplexity import Request, load_request, read_texts
-from cce_dist.train.evaluate.scores import Score, frequency_groups
+from cce_dist.train.evaluate.scores import frequency_groups, score
 from cce_dist.train.evaluate.windows import IGNORED, cut_windows
 from cce_dist.train.model.decoder import Block, rotary_table
 from tests.support.torchrun import run_forked
@@ -239,8 +239,8 @@ def test_frequency_groups_divide_no_id() -> None:
 
 
 def test_score_beyond_the_largest_float() -> None:
-    assert Score(tokens=2, nats=2000.0).perplexity is None
-    assert Score(tokens=2, nats=2.0).perplexity == pytest.approx(math.e)
+    assert score(tokens=2, nats=2000.0)["perplexity"] is None
+    assert score(tokens=2, nats=2.0)["perplexity"] == pytest.approx(math.e)
 
 
 @pytest.mark.parametrize(

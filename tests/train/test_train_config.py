@@ -65,14 +65,20 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
         pytest.param(
             "qwertz: 1", "unknown key qwertz; cce-dist train --help lists the keys", id="unknown"
         ),
-        pytest.param("optimizer: {lr: -1}", "optimizer.lr must be > 0, got -1", id="bound"),
-        pytest.param("optimizer: {lr: x}", "optimizer.lr must be a number, got 'x'", id="number"),
-        pytest.param("optimizer: {lr: .nan}", "optimizer.lr must be finite, got nan", id="nan"),
-        pytest.param("steps: 1.5", "steps must be an integer, got 1.5", id="integer"),
-        pytest.param("steps: true", "steps must be an integer, got True", id="no bool as int"),
+        pytest.param(
+            "optimizer: {lr: -1}", "optimizer.lr must be greater than 0, got -1", id="bound"
+        ),
+        pytest.param(
+            "optimizer: {lr: x}", "optimizer.lr must be a valid number, got 'x'", id="number"
+        ),
+        pytest.param(
+            "optimizer: {lr: .nan}", "optimizer.lr must be a finite number, got nan", id="nan"
+        ),
+        pytest.param("steps: 1.5", "steps must be a valid integer, got 1.5", id="integer"),
+        pytest.param("steps: true", "steps must be a valid integer, got True", id="no bool as int"),
         pytest.param("model: 3", "model must be a section with keys of its own, got 3", id="flat"),
         pytest.param(
-            "model: {tied: 1}", "model.tied must be true or false, got 1", id="no int as bool"
+            "model: {tied: 1}", "model.tied must be a valid boolean, got 1", id="no int as bool"
         ),
         pytest.param(
             "loss: {gradient: fast}",
@@ -81,13 +87,17 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
         ),
         pytest.param(
             "loss: {filter: {keep: many}}",
-            "loss.filter.keep must be 'auto' or be a number, got 'many'",
+            "loss.filter.keep must be a valid number or be 'auto', got 'many'",
             id="choice or number",
         ),
         pytest.param(
             "optimizer: {betas: [0.9]}", "optimizer.betas.1 must be given", id="short list"
         ),
-        pytest.param("data: {vocab_size: 100}", "data.vocab_size must be >= 257", id="bytes"),
+        pytest.param(
+            "data: {vocab_size: 100}",
+            "data.vocab_size must be greater than or equal to 257",
+            id="bytes",
+        ),
         pytest.param("run: {name: ../x}", "run.name must match", id="name"),
         pytest.param(
             'run: {out: "\\ud83d"}', "run.out must be a name that a file can have, got", id="half"
@@ -105,15 +115,18 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
         ),
         pytest.param(
             "loss: {gradient: exact, filter: {keep: 0.1}}",
-            "loss.filter has no effect with loss.gradient=exact",
+            "loss.filter=Filter(keep=0.1, tail=True, eps=None, draw=True) has no effect with "
+            "gradient='exact'",
             id="filter without filtering",
         ),
         pytest.param(
-            "loss: {filter: {keep: 0.1, eps: 0.1}}", "exclude each other", id="two criteria"
+            "loss: {filter: {keep: 0.1, eps: 0.1}}",
+            "loss.filter.keep and loss.filter.eps exclude each other, got keep=0.1 and eps=0.1",
+            id="two criteria",
         ),
         pytest.param(
             "loss: {softcap: 30.0, label_smoothing: 0.1}",
-            "use loss.gradient=exact, or in_forward without a filter",
+            'use gradient="exact", or "in_forward" without a filter',
             id="no filter for it",
         ),
         pytest.param(
@@ -191,7 +204,7 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
         ),
         pytest.param(
             "loss: {logits: screened, gradient: exact}",
-            "needs a filter that leaves columns out, got loss.gradient=exact with",
+            "loss.logits=\"screened\" needs a filter that leaves columns out, and gradient='exact'",
             id="screened exactly",
         ),
         pytest.param(
@@ -201,7 +214,7 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
         ),
         pytest.param(
             "dtype: bfloat16\nloss: {logits: screened, filter: {eps: 0}}",
-            "with loss.filter.keep=auto, loss.filter.eps=0",
+            "filter=Filter(keep='auto', tail=True, eps=0.0, draw=True) keeps every column",
             id="screened without a filter",
         ),
         pytest.param(
@@ -212,8 +225,21 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
         ),
         pytest.param(
             "loss: {screen: {max_kept: 0.5}}",
-            "loss.screen has no effect with loss.logits=full",
+            "loss.screen=Screen(dtype='auto', max_kept=0.5, max_error=0.0078125) has no effect",
             id="screen of full logits",
+        ),
+        pytest.param(
+            "loss: {filter: {eps: 2}}", "loss.filter.eps must be a probability", id="bound of eps"
+        ),
+        pytest.param(
+            "loss: {softcap: -1}", "loss.softcap must be None or > 0, got -1.0", id="bound of loss"
+        ),
+        pytest.param("loss: {z_loss: x}", "loss.z_loss must be a valid number", id="loss number"),
+        pytest.param("loss: {reduction: sum}", "unknown key loss.reduction;", id="job's option"),
+        pytest.param(
+            "loss: {workspace_mib: 0.01}",
+            "loss.workspace_mib must be greater than or equal to 0.0625, got 0.01",
+            id="workspace",
         ),
         pytest.param("[1, 2]", "must hold a mapping of keys, got [1, 2]", id="list"),
         pytest.param("a: [1", "is not valid YAML", id="not YAML"),
@@ -231,9 +257,9 @@ def test_load_config_reports_everything_at_once(tmp_path: Path) -> None:
         load(tmp_path, "steps: 0\nbatch: 0\nmodel: {heads: 0}")
     lines = str(caught.value).splitlines()[1:]
     assert lines == [
-        "  model.heads must be >= 1, got 0",
-        "  steps must be >= 1, got 0",
-        "  batch must be >= 1, got 0",
+        "  model.heads must be greater than or equal to 1, got 0",
+        "  steps must be greater than or equal to 1, got 0",
+        "  batch must be greater than or equal to 1, got 0",
     ]
 
 
@@ -287,7 +313,7 @@ def test_train_help_lists_the_keys() -> None:
         "--run.name [run] text",
         "--parallel.tp [1] integer",
         "--loss.gradient [filtered] filtered, exact, in_forward",
-        "--loss.filter.keep [auto] auto or number",
+        "--loss.filter.keep [auto] number or auto",
         "--loss.z_loss [0.0] number",
         "--optimizer.betas [[0.9, 0.95]] list",
         "--model.tied [false] flag",

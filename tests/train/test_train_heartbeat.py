@@ -56,7 +56,7 @@ def hide(heartbeat: Heartbeat) -> None:
 
 def test_explain_names_the_silent_rank() -> None:
     first, second = heartbeats()
-    second.step = 17
+    second.place.step = 17
     with watched_by(second.place), in_phase("merge"):
         second._send_beat()
     first._read_beats()
@@ -97,7 +97,7 @@ def test_explain_finds_the_lost_peer_in_what_pipelines_raise() -> None:
 
 def test_explain_says_where_everyone_is_if_all_live() -> None:
     first, second = heartbeats(PATIENT_S)
-    second.step, second.phase = 16, "saving a checkpoint"
+    second.place.step, second.place.phase = 16, "saving a checkpoint"
     second.start()
     first.start()
     try:
@@ -168,9 +168,7 @@ def test_peer_of_another_host_has_no_place() -> None:
     place = Place()
     beat = Beat(
         number=1,
-        step=0,
-        phase="starting",
-        counts=place.seen.counts,
+        seen=place.seen,
         kin=0,
         pid=os.getpid(),
         host="elsewhere",

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from cce_dist.train.checkpoint import newest_checkpoint
-from cce_dist.train.config.schema import ParallelConfig
+from cce_dist.train.checkpoint import Checkpoint, check_resumable, newest_checkpoint
+from cce_dist.train.config.schema import ParallelConfig, TrainConfig
 from cce_dist.train.errors import ConfigError
 from cce_dist.train.job import move_aside
 from cce_dist.train.progress import Display
@@ -192,6 +192,17 @@ def test_train_resume_refuses_another_run(shared: Path, tmp_path: Path) -> None:
     assert "optimizer.lr was 0.01, got 0.5" in output
     assert "batch x data-parallel ranks was 8, got 4 x 1" in output
     assert "log_every" not in output and "Traceback" not in output
+
+
+def test_check_resumable_takes_a_checkpoint_from_before_a_key(tmp_path: Path) -> None:
+    config = TrainConfig()
+    values = config.model_dump(mode="json")
+    del values["loss"]["filter"]["draw"]
+    older = Checkpoint(tmp_path, step=1, dp=1, data_key="", cache=None, config=values)
+    check_resumable(older, config, 1)
+    values["loss"]["filter"]["tail"] = False
+    with pytest.raises(ConfigError, match=r"loss\.filter\.tail was False, got True"):
+        check_resumable(older, config, 1)
 
 
 def test_move_aside_keeps_the_earlier_runs(tmp_path: Path) -> None:

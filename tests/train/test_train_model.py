@@ -34,6 +34,8 @@ CONFIG = TrainConfig.model_validate(
 class FakeRanks:
     tp: int
     tp_rank: int
+    pp: int = 1
+    pp_rank: int = 0
     tp_group: Any = None
 
 

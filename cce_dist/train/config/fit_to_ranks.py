@@ -22,38 +22,34 @@ def fit_to_ranks(values: dict[str, Any], num_ranks: int) -> dict[str, Any]:
             given.
     """
     values = copy.deepcopy(values)
-    parallel = values.get("parallel", {})
+    parallel, global_batch = values.get("parallel", {}), values.get("global_batch")
     if not isinstance(parallel, dict):
         return values
     tp, pp = parallel.get("tp", 1), parallel.get("pp", 1)
     if isinstance(tp, str) and tp != ALL:
         raise ConfigError(f"parallel.tp must be an integer >= 1 or {ALL}, got {tp!r}")
-    if not _is_count(pp) or not (tp == ALL or _is_count(tp)):
-        return values
-    global_batch = values.get("global_batch")
-    if tp != ALL and not _is_count(global_batch):
+    if not _is_count(pp) or not (tp == ALL or (_is_count(tp) and _is_count(global_batch))):
         return values
     try:
         dp, tp = split_ranks(num_ranks, tp=tp, pp=pp, prefix="parallel.")
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if parallel.get("tp") == ALL:
-        parallel["tp"] = tp
-    if _is_count(global_batch):
-        if "batch" in values:
-            raise ConfigError(
-                f"global_batch and batch exclude each other, got global_batch={global_batch} and "
-                f"batch={values['batch']}: leave one of them out"
-            )
-        if global_batch % dp:
-            below = global_batch // dp * dp
-            multiples = f"{below} or {below + dp}" if below else str(dp)
-            raise ConfigError(
-                f"global_batch must be a multiple of the number of data-parallel ranks, {dp}, got "
-                f"{global_batch}: use {multiples}"
-            )
-        values["batch"], values["global_batch"] = global_batch // dp, None
-    return values
+    values["parallel"] = {**parallel, "tp": tp}
+    if not _is_count(global_batch):
+        return values
+    if "batch" in values:
+        raise ConfigError(
+            f"global_batch and batch exclude each other, got global_batch={global_batch} and "
+            f"batch={values['batch']}: leave one of them out"
+        )
+    batch, rest = divmod(global_batch, dp)
+    if rest:
+        multiples = f"{batch * dp} or {(batch + 1) * dp}" if batch else str(dp)
+        raise ConfigError(
+            f"global_batch must be a multiple of the number of data-parallel ranks, {dp}, got "
+            f"{global_batch}: use {multiples}"
+        )
+    return {**values, "batch": batch, "global_batch": None}
 
 
 def _is_count(value: object) -> TypeGuard[int]:

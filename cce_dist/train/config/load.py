@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
+from cce_dist.train.disk import read_text
 from cce_dist.train.errors import ConfigError
 
 from .fit_to_ranks import fit_to_ranks
@@ -29,26 +30,15 @@ _Loader.add_implicit_resolver(
     list("-+.0123456789"),
 )
 
+# Rules of pydantic's errors that its messages do not word as "... should be ...".
 _RULES = {
-    "greater_than": "be > {gt}",
-    "greater_than_equal": "be >= {ge}",
-    "less_than": "be < {lt}",
-    "less_than_equal": "be <= {le}",
-    "literal_error": "be {expected}",
-    "int_type": "be an integer",
-    "int_from_float": "be an integer",
-    "float_type": "be a number",
-    "finite_number": "be finite",
-    "bool_type": "be true or false",
-    "string_type": "be text",
-    "path_type": "be a path",
-    "no_file_name": "be a name that a file can have",
-    "tuple_type": "be a list",
-    "model_type": "be a section with keys of its own",
-    "string_pattern_mismatch": "match {pattern}",
-    "too_long": "have {max_length} entries",
     "missing": "be given",
+    "model_type": "be a section with keys of its own",
+    "path_type": "be a path",
+    "tuple_type": "be a list",
 }
+_KINDS = {"string": "text", "boolean": "flag", "array": "list"}
+_WRITTEN = "overrides are written --section.key VALUE"
 
 
 def load_config(
@@ -63,13 +53,8 @@ def load_config(
     Raises:
         ConfigError: one line for each mistake, with key, rule and value.
     """
-    try:
-        text = path.read_text(encoding="utf8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the config file {path}: {error}") from None
-    values = _parse(text, str(path))
-    if values is None:
-        values = {}
+    values = _parse(read_text(path, "CONFIG"), str(path))
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a mapping of keys, got {values!r}")
     for key, value in overrides:
@@ -89,7 +74,7 @@ def make_config(values: dict[str, Any], where: str) -> TrainConfig:
         return TrainConfig.model_validate(values)
     except ValidationError as error:
         lines = [f"invalid configuration ({where}):", *_describe(error.errors())]
-        raise ConfigError("\n".join(lines)) from None
+        raise ConfigError("\n  ".join(lines)) from None
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[Path, list[tuple[str, str]]]:
@@ -101,28 +86,21 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Path, list[tuple[str, str
     Raises:
         ConfigError: there is no file or more than one, or an option has no value.
     """
-    files, overrides = [], []
-    remaining = list(arguments)
-    while remaining:
-        argument = remaining.pop(0)
+    files, overrides, remaining = [], [], iter(arguments)
+    for argument in remaining:
         if not argument.startswith("-"):
             files.append(argument)
             continue
+        key, equals, value = argument.removeprefix("--").partition("=")
         if not argument.startswith("--"):
-            raise ConfigError(
-                f"unexpected argument {argument!r}: overrides are written --section.key VALUE"
-            )
-        key, equals, value = argument[2:].partition("=")
-        if not equals:
-            if not remaining or remaining[0].startswith("--"):
-                raise ConfigError(f"--{key} must be followed by a value")
-            value = remaining.pop(0)
+            raise ConfigError(f"unexpected argument {argument!r}: {_WRITTEN}")
+        value = value if equals else next(remaining, "--")
+        if not equals and value.startswith("--"):
+            raise ConfigError(f"--{key} must be followed by a value")
         overrides.append((key.replace("-", "_"), value))
     if len(files) > 1:
-        raise ConfigError(
-            f"unexpected argument {files[1]!r} after the config file {files[0]}: overrides are "
-            "written --section.key VALUE"
-        )
+        after = f"{files[1]!r} after the config file {files[0]}"
+        raise ConfigError(f"unexpected argument {after}: {_WRITTEN}")
     if not files:
         options = " ".join(f"--{key} {value}" for key, value in overrides)
         raise ConfigError(
@@ -140,102 +118,80 @@ def _parse(text: str, where: str) -> Any:
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
     *sections, last = key.split(".")
-    for depth, section in enumerate(sections):
+    for section in sections:
         if values.get(section) is None:
             values[section] = {}
         values = values[section]
         if not isinstance(values, dict):
-            parent = ".".join(sections[: depth + 1])
-            raise ConfigError(f"--{key}: {parent} must be a section, got the value {values!r}")
+            raise ConfigError(f"--{key}: {section} must be a section, got the value {values!r}")
     values[last] = value
 
 
 def _describe(items: Sequence[Any]) -> list[str]:
-    """Describes pydantic's errors, one line for each key.
-
-    pydantic reports an error for each branch of a union.
-    """
-    rules: dict[str, list[str]] = {}
-    got: dict[str, Any] = {}
-    lines = []
+    """Describes pydantic's errors, one line for each key."""
+    lines, rules = [], {}
     for item in items:
-        key = ".".join(str(part) for part in item["loc"] if not _is_union_branch(part))
+        key, rule = "", re.sub(r"^\w+ should ", "", item["msg"])
+        # pydantic reports an error for each branch of a union, whose location ends with the branch.
+        for part in item["loc"]:
+            longer = f"{key}.{part}".removeprefix(".")
+            if isinstance(part, int) or longer in _fields():
+                key = longer
         if item["type"] == "value_error":
             # The message of a rule over several keys names all of them.
-            lines.append(f"  {item['ctx']['error']}")
+            lines.append(str(item["ctx"]["error"]))
         elif item["type"] == "extra_forbidden":
-            lines.append(f"  unknown key {key}{_suggest(key)}")
+            lines.append(_describe_unknown(".".join(map(str, item["loc"]))))
         else:
-            rules.setdefault(key, []).append(_rule(item))
-            got[key] = item["input"]
-    for key, alternatives in rules.items():
-        lines.append(f"  {key} must {' or '.join(alternatives)}, got {got[key]!r}")
-    return lines
+            rule = _RULES.get(item["type"], rule)
+            rules.setdefault(key, (item["input"], []))[1].append(rule)
+    return lines + [
+        f"{key} must {' or '.join(each)}, got {got!r}" for key, (got, each) in rules.items()
+    ]
 
 
-def _rule(item: Any) -> str:
-    context = {name: _tidy(value) for name, value in item.get("ctx", {}).items()}
-    if item["type"] not in _RULES:
-        return f"be valid ({item['msg']})"
-    return _RULES[item["type"]].format(**context)
-
-
-def _tidy(value: object) -> object:
-    # Bounds of a float key are floats: "> 0" reads better than "> 0.0".
-    return f"{value:g}" if isinstance(value, float) else value
-
-
-def _is_union_branch(part: object) -> bool:
-    # pydantic puts the branch of a union into the location: "literal['auto']".
-    return isinstance(part, str) and not part.isidentifier()
-
-
-def _suggest(key: str) -> str:
-    known = list(_keys(TrainConfig))
-    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    if not nearest:
-        last = key.rsplit(".", 1)[-1]
-        nearest = [name for name in known if name.rsplit(".", 1)[-1] == last][:1]
-    if not nearest:
-        return "; cce-dist train --help lists the keys"
-    return f"; did you mean {nearest[0]}?"
+def _describe_unknown(key: str) -> str:
+    last = key.rsplit(".", 1)[-1]
+    nearest = difflib.get_close_matches(key, _fields(), n=1, cutoff=0.7)
+    nearest += [name for name in _fields() if name.rsplit(".", 1)[-1] == last]
+    advice = f"did you mean {nearest[0]}?" if nearest else "cce-dist train --help lists the keys"
+    return f"unknown key {key}; {advice}"
 
 
 def describe_keys() -> list[tuple[str, str]]:
     """Lists each key as an option, with its default and its allowed values."""
-    rows = []
-    for key, field in _keys(TrainConfig).items():
-        if not isinstance(field.default, BaseModel):
-            rows.append((f"--{key}", f"[{_yaml(field.default)}] {_kind(field.annotation)}"))
-    return rows
+    return [
+        (f"--{key}", f"[{json.dumps(field['default'])}] {_kind(field)}".replace('"', ""))
+        for key, field in _fields().items()
+        if not _reference(field)
+    ]
 
 
-def _yaml(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_yaml, value))}]"
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+def _kind(field: dict[str, Any]) -> str:
+    """Describes the values that a field's JSON schema allows."""
+    if "anyOf" in field:
+        return " or ".join(map(_kind, field["anyOf"]))
+    if "enum" in field:
+        return ", ".join(field["enum"])
+    kind = field.get("const", field.get("format", field.get("type")))
+    return _KINDS.get(kind, kind)
 
 
-def _kind(annotation: Any) -> str:
-    parts = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return ", ".join(map(str, parts))
-    if get_origin(annotation) is Annotated:
-        return _kind(parts[0])
-    if get_origin(annotation) is tuple:
-        return "list"
-    if parts:
-        return " or ".join(map(_kind, parts))
-    names = {int: "integer", float: "number", bool: "flag", str: "text", Path: "path"}
-    return names.get(annotation, "null")
+@cache
+def _fields() -> dict[str, dict[str, Any]]:
+    """Returns the JSON schemas of all keys, sections included, by their dotted names."""
+    schema = TrainConfig.model_json_schema()
+
+    def walk(section: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, field in section["properties"].items():
+            yield prefix + name, field
+            if reference := _reference(field):
+                inner = schema["$defs"][reference.rsplit("/", 1)[-1]]
+                yield from walk(inner, f"{prefix}{name}.")
+
+    return dict(walk(schema, ""))
 
 
-def _keys(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
-    """Returns all keys, sections included, by their dotted names."""
-    fields = {}
-    for name, field in model.model_fields.items():
-        fields[prefix + name] = field
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            fields |= _keys(annotation, f"{prefix}{name}.")
-    return fields
+def _reference(field: dict[str, Any]) -> str | None:
+    """Returns the reference of a section's schema; pydantic before 2.9 wraps it in allOf."""
+    return field.get("allOf", [field])[0].get("$ref")

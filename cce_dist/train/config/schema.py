@@ -3,61 +3,68 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_type_hints
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
-    StringConstraints,
+    PlainSerializer,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from cce_dist import LossOptions
+
 from .pipeline import Layout, ScheduleName, require_microbatches, split_layers, stages_of_a_rank
 
-Int = Annotated[int, Field(strict=True)]
-Count = Annotated[int, Field(strict=True, ge=1)]
-Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _nameable(path: Path) -> Path:
-    try:
-        is_name = b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:
-        is_name = False
-    if not is_name:
-        raise PydanticCustomError("no_file_name", "no name of a file")
-    return path
+    with suppress(UnicodeEncodeError):
+        if b"\0" not in os.fsencode(path):
+            return path
+    raise PydanticCustomError("no_file_name", "Path should be a name that a file can have")
 
 
-SystemPath = Annotated[Path, AfterValidator(_nameable)]
+SystemPath = Annotated[Path, Field(strict=False), AfterValidator(_nameable)]
 
 # 256 bytes and the end-of-text token: no byte-level vocabulary is smaller.
 MIN_VOCAB_SIZE = 257
+MIB = 2**20
+# Options of the loss that the job sets itself. The file's workspace is in MiB.
+SET_BY_JOB = (
+    *("sequence_parallel", "ignore_index", "reduction", "shift", "stats"),
+    *("workspace_bytes", "keep_logits", "check_ranks"),
+)
 
 
 class Section(BaseModel):
     """A section of the file. An unknown key is an error: it may be a misspelt one."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "run"
-    seed: Annotated[Int, Field(ge=0, lt=2**31)] = 0
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    seed: int = Field(default=0, ge=0, lt=2**31)
     out: SystemPath = Path("runs")
 
 
 class DataConfig(Section):
-    paths: tuple[SystemPath, ...] = ()
-    megabytes: Annotated[Float, Field(gt=0)] = 40.0
-    vocab_size: Annotated[Int, Field(ge=MIN_VOCAB_SIZE, le=2**24)] = 16384
-    sequence_length: Annotated[Int, Field(ge=2)] = 256
-    held_out: Annotated[Float, Field(gt=0, le=0.5)] = 0.02
+    paths: tuple[SystemPath, ...] = Field(default=(), strict=False)
+    megabytes: float = Field(default=40.0, gt=0)
+    vocab_size: int = Field(default=16384, ge=MIN_VOCAB_SIZE, le=2**24)
+    sequence_length: int = Field(default=256, ge=2)
+    held_out: float = Field(default=0.02, gt=0, le=0.5)
     cache: SystemPath = Path("runs/.cache")
 
 
@@ -65,7 +72,7 @@ class ModelConfig(Section):
     dim: Count = 192
     layers: Count = 4
     heads: Count = 3
-    tied: Flag = False
+    tied: bool = False
 
     @model_validator(mode="after")
     def _check_heads(self) -> ModelConfig:
@@ -79,15 +86,15 @@ class ModelConfig(Section):
 
 class ParallelConfig(Section):
     tp: Count = 1
-    sequence_parallel: Flag = False
-    fsdp: Flag = False
+    sequence_parallel: bool = False
+    fsdp: bool = False
     pp: Count = 1
     schedule: ScheduleName = "1f1b"
-    vocab_over_pipeline: Flag = False
+    vocab_over_pipeline: bool = False
     microbatches: Count | None = None
     virtual_stages: Count | None = None
-    layers_per_stage: tuple[Annotated[Int, Field(ge=0)], ...] | None = None
-    timeout_s: Annotated[Float, Field(ge=2)] = 60.0
+    layers_per_stage: tuple[Natural, ...] | None = Field(default=None, strict=False)
+    timeout_s: float = Field(default=60.0, ge=2)
 
     @model_validator(mode="after")
     def _check_pipeline(self) -> ParallelConfig:
@@ -107,89 +114,56 @@ class ParallelConfig(Section):
         return self
 
 
-class FilterConfig(Section):
-    keep: Literal["auto"] | Annotated[Float, Field(ge=0, le=128)] = "auto"
-    tail: Flag = True
-    eps: Annotated[Float, Field(ge=0, le=1)] | None = None
+def _section_of(options: type, key: str) -> Any:
+    """Returns a field type: the section whose keys are a dataclass's fields becomes the dataclass.
 
-    @model_validator(mode="after")
-    def _check_criterion(self) -> FilterConfig:
-        if self.eps is not None and self.keep != "auto":
-            raise ValueError(
-                "loss.filter.keep and loss.filter.eps exclude each other, got "
-                f"keep={self.keep} and eps={self.eps}: leave one of them out"
-            )
-        return self
+    Args: key: the section's key, by which messages name the fields.
+    """
+
+    def make(section: Section) -> Any:
+        values = dict(section)
+        if (size := values.pop("workspace_mib", None)) is not None:
+            values["workspace_bytes"] = int(size * MIB)
+        try:
+            return options(**values)
+        except ValueError as error:
+            text = str(error).replace(f"{options.__name__}.", f"{key}.")
+            raise ValueError(text if text.startswith(key) else f"{key}.{text}") from None
+
+    types, keys = get_type_hints(options), {}
+    for name, field in options.__dataclass_fields__.items():
+        if name == "workspace_bytes":
+            keys["workspace_mib"] = Annotated[float, Field(ge=2**-4)] | None, None
+        elif is_dataclass(types[name]):
+            keys[name] = _section_of(types[name], f"{key}.{name}"), types[name]()
+        elif name not in SET_BY_JOB:
+            keys[name] = types[name], field.default
+    return Annotated[create_model(key, __base__=Section, **keys), AfterValidator(make)]
 
 
-class ScreenConfig(Section):
-    dtype: Literal["auto", "int8", "e4m3"] = "auto"
-    max_kept: Annotated[Float, Field(ge=0, le=1)] = 0.125
-    max_error: Annotated[Float, Field(ge=0)] = 2.0**-7
+def _as_keys(loss: LossOptions) -> dict[str, Any]:
+    keys = {name: value for name, value in asdict(loss).items() if name not in SET_BY_JOB}
+    size = loss.workspace_bytes
+    return {**keys, "workspace_mib": None if size is None else size / MIB}
 
 
-class LossConfig(Section):
-    gradient: Literal["filtered", "exact", "in_forward"] = "filtered"
-    filter: FilterConfig = FilterConfig()
-    logits: Literal["full", "screened"] = "full"
-    screen: ScreenConfig = ScreenConfig()
-    label_smoothing: Annotated[Float, Field(ge=0, le=1)] = 0.0
-    z_loss: Annotated[Float, Field(ge=0)] = 0.0
-    softcap: Annotated[Float, Field(gt=0)] | None = None
-    logit_scale: Float = 1.0
-    workspace_mib: Annotated[Float, Field(ge=0.0625)] | None = None
-    backend: Literal["auto", "triton", "torch"] = "auto"
-
-    @property
-    def workspace_bytes(self) -> int | None:
-        return None if self.workspace_mib is None else int(self.workspace_mib * 2**20)
-
-    @model_validator(mode="after")
-    def _check_filter(self) -> LossConfig:
-        if self.gradient == "exact" and self.filter != FilterConfig():
-            raise ValueError(
-                "loss.filter has no effect with loss.gradient=exact, which keeps every "
-                "column: use loss.gradient=filtered, or leave loss.filter out"
-            )
-        keeps_all = self.filter.keep == 0 or self.filter.eps == 0
-        filters = self.gradient == "filtered" or self.filter != FilterConfig()
-        screens = self.logits == "screened"
-        reaches_all = self.softcap is not None and self.label_smoothing > 0
-        if reaches_all and (screens or (filters and not keeps_all)):
-            raise ValueError(
-                f"loss.softcap={self.softcap} with loss.label_smoothing={self.label_smoothing} "
-                "gives every column its own gradient, so that no filter can leave columns out: use "
-                "loss.gradient=exact, or in_forward without a filter, with loss.logits=full"
-            )
-        if screens and (self.gradient == "exact" or keeps_all):
-            raise ValueError(
-                "loss.logits=screened needs a filter that leaves columns out, got loss.gradient="
-                f"{self.gradient} with loss.filter.keep={self.filter.keep}, loss.filter.eps="
-                f"{self.filter.eps}: use loss.gradient=filtered and a filter whose keep or eps is "
-                "above 0, or loss.logits=full"
-            )
-        if self.screen != ScreenConfig() and not screens:
-            raise ValueError(
-                f"loss.screen has no effect with loss.logits={self.logits}: use "
-                "loss.logits=screened, or leave loss.screen out"
-            )
-        return self
+if TYPE_CHECKING:
+    LossSection: TypeAlias = LossOptions
+else:
+    LossSection = Annotated[_section_of(LossOptions, "loss"), PlainSerializer(_as_keys)]
 
 
 class OptimizerConfig(Section):
-    lr: Annotated[Float, Field(gt=0)] = 3e-3
-    betas: tuple[
-        Annotated[Float, Field(ge=0, lt=1)],
-        Annotated[Float, Field(ge=0, lt=1)],
-    ] = (0.9, 0.95)
-    weight_decay: Annotated[Float, Field(ge=0)] = 0.1
-    warmup: Annotated[Int, Field(ge=0)] = 20
+    lr: float = Field(default=3e-3, gt=0)
+    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), strict=False)
+    weight_decay: float = Field(default=0.1, ge=0)
+    warmup: Natural = 20
     schedule: Literal["cosine", "constant"] = "cosine"
-    clip: Annotated[Float, Field(gt=0)] | None = 1.0
+    clip: float | None = Field(default=1.0, gt=0)
 
 
 class CheckpointConfig(Section):
-    every: Annotated[Int, Field(ge=0)] = 100
+    every: Natural = 100
     keep: Count = 2
 
 
@@ -198,7 +172,7 @@ class TrainConfig(Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
-    loss: LossConfig = LossConfig()
+    loss: LossSection = LossOptions()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     steps: Count = 200
@@ -209,7 +183,7 @@ class TrainConfig(Section):
     log_every: Count = 10
 
     @model_validator(mode="after")
-    def _check_batch(self) -> TrainConfig:
+    def _check(self) -> TrainConfig:
         if self.global_batch is not None:
             raise ValueError(
                 "global_batch is for load_config, which knows the number of ranks, got "
@@ -221,22 +195,17 @@ class TrainConfig(Section):
                 "batch must be a multiple of parallel.tp with parallel.sequence_parallel, since "
                 f"each of the tp ranks takes whole sequences, got batch={self.batch} and tp={tp}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_screened(self) -> TrainConfig:
         if self.loss.logits == "screened" and self.dtype == "float32":
             raise ValueError(
                 f"loss.logits=screened needs 16-bit training, got dtype={self.dtype}: use "
                 "dtype=bfloat16, or loss.logits=full"
             )
+        if self.parallel.pp > 1:
+            self._check_pipeline()
         return self
 
-    @model_validator(mode="after")
-    def _check_pipeline(self) -> TrainConfig:
+    def _check_pipeline(self) -> None:
         parallel = self.parallel
-        if parallel.pp == 1:
-            return self
         unit = parallel.tp if parallel.sequence_parallel else 1
         if self.batch % (self.microbatches * unit):
             raise ValueError(
@@ -252,7 +221,6 @@ class TrainConfig(Section):
                 "loss.gradient=in_forward is not supported with parallel.vocab_over_pipeline=true: "
                 "use loss.gradient=filtered or exact"
             )
-        return self
 
     @property
     def microbatches(self) -> int:
@@ -263,12 +231,14 @@ class TrainConfig(Section):
         return max(1, self.batch // (parallel.tp if parallel.sequence_parallel else 1))
 
     def layout(self, head: str = "cce") -> Layout:
-        """Returns the pipeline's layout for a head; "dense" is always on the last stage.
+        """Returns the layout for a head over all ranks' stages; "dense" is on the last stage.
 
         Raises:
             ValueError: model.layers or parallel.layers_per_stage do not fit the number of stages.
         """
         parallel, schedule = self.parallel, self.parallel.schedule
+        if parallel.pp == 1:
+            return Layout(schedule, 1, 1, (range(self.model.layers),), over_pipeline=False)
         over_pipeline = parallel.vocab_over_pipeline and head == "cce"
         if schedule == "vocab_1f1b" and not over_pipeline:
             schedule = "1f1b" if self.microbatches >= parallel.pp else "gpipe"

@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from cce_dist.train.disk import read_text
 from cce_dist.train.errors import ConfigError
 
 DOCUMENT_SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
@@ -79,31 +80,12 @@ def _read_files(files: Sequence[Path]) -> Iterator[str]:
             continue
 
 
-def read_text(path: Path, argument: str) -> str:
-    """Reads a UTF-8 file.
-
-    Args:
-        argument: the key or option that names the file, for the message.
-    Raises:
-        ConfigError: the file cannot be read, or is not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf8")
-    except OSError as error:
-        raise ConfigError(f"{argument}: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{argument}: {path} must be UTF-8 text, got the byte "
-            f"0x{error.object[error.start]:02x} at offset {error.start}"
-        ) from None
-
-
 def _read_jsonl(path: Path) -> Iterator[str]:
     try:
         with path.open(encoding="utf8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield _text_field(line, f"{path}:{number}")
+                    yield _text_field(line.strip(), f"{path}:{number}")
     except OSError as error:
         raise ConfigError(f"data.paths: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -111,18 +93,15 @@ def _read_jsonl(path: Path) -> Iterator[str]:
 
 
 def _text_field(line: str, where: str) -> str:
+    record, reason = None, ""
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{where}: each line must be a JSON object, got {_shorten(line)} ({error.msg} at "
-            f"column {error.colno})"
-        ) from None
     except (ValueError, RecursionError) as error:
-        # Python raises these for a number of thousands of digits, and for thousands of brackets.
-        raise ConfigError(f"{where}: each line must be a JSON object: {error}") from None
+        # Python raises the latter for thousands of brackets.
+        reason = f": {error}"
     if not isinstance(record, dict):
-        raise ConfigError(f"{where}: each line must be a JSON object, got {_shorten(line)}")
+        shown = repr(line if len(line) <= 60 else line[:57] + "...")
+        raise ConfigError(f"{where}: each line must be a JSON object, got {shown}{reason}")
     text = record.get("text")
     if not isinstance(text, str):
         contents = f"fields {sorted(record)}" if "text" not in record else f"text={text!r}"
@@ -136,8 +115,3 @@ def _text_field(line: str, where: str) -> str:
             f"{error.start}: write the character whole, or \\ufffd"
         ) from None
     return text
-
-
-def _shorten(line: str) -> str:
-    line = line.strip()
-    return repr(line if len(line) <= 60 else line[:57] + "...")

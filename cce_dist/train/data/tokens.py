@@ -14,7 +14,6 @@ import numpy as np
 
 from cce_dist.train.config.schema import DataConfig
 from cce_dist.train.disk import require_space, writing
-from cce_dist.train.errors import JobError
 
 from .text import collect_documents
 
@@ -135,15 +134,11 @@ def _build(documents: Sequence[str], config: DataConfig, key: str) -> None:
 def _publish(folder: Path, tokenizer: str, tokens: np.ndarray, info: dict[str, int]) -> None:
     # A job that is killed here, or two jobs at once, must leave no unfinished folder under the key.
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    try:
-        with writing("the token ids", folder.parent, CACHE_REMEDY):
-            partial.mkdir(parents=True, exist_ok=True)
-            (partial / "tokenizer.json").write_text(tokenizer, encoding="utf8")
-            np.save(partial / "tokens.npy", tokens)
-            (partial / "info.json").write_text(json.dumps(info))
-    except JobError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with writing("the token ids", folder.parent, CACHE_REMEDY, scrap=partial):
+        partial.mkdir(parents=True, exist_ok=True)
+        (partial / "tokenizer.json").write_text(tokenizer, encoding="utf8")
+        np.save(partial / "tokens.npy", tokens)
+        (partial / "info.json").write_text(json.dumps(info))
     try:
         partial.rename(folder)
     except OSError:

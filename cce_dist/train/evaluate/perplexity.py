@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,9 @@ from cce_dist.train.checkpoint import Checkpoint, find_checkpoint, load_weights
 from cce_dist.train.collectives import sum_over_world
 from cce_dist.train.config.load import make_config
 from cce_dist.train.config.schema import TrainConfig
-from cce_dist.train.data.text import read_text
 from cce_dist.train.data.tokens import TokenCache, encode_texts, is_cached, open_tokens
+from cce_dist.train.disk import read_text
 from cce_dist.train.errors import ConfigError, JobError
-from cce_dist.train.loop import forward_body
 from cce_dist.train.model.decoder import Decoder
 from cce_dist.train.model.fsdp import place
 from cce_dist.train.model.head import head_layout, make_token_nll
@@ -31,16 +31,7 @@ from cce_dist.train.stop import StopRequest
 from cce_dist.train.watch.heartbeat import Heartbeat
 from cce_dist.train.watch.watch import run_watched, wait_for_main
 
-from .scores import (
-    NUM_GROUPS,
-    Findings,
-    Score,
-    TextScore,
-    count_ids,
-    frequency_groups,
-    score_groups,
-    score_texts,
-)
+from .scores import NUM_GROUPS, Score, count_ids, frequency_groups, score, score_groups
 from .windows import Windows, cut_windows
 
 
@@ -66,11 +57,8 @@ class Request:
     cache: Path | None = None
 
 
-def run_evaluation(request: Request, hand_over: Callable[[Findings], None]) -> int:
+def run_evaluation(request: Request, hand_over: Callable[[Score], None]) -> int:
     """Evaluates, gives the main rank's findings to `hand_over`, and returns the exit code."""
-
-    def load() -> TrainConfig:
-        return load_request(request, num_ranks())
 
     def work(config: TrainConfig, ranks: Ranks, heartbeat: Heartbeat, stop: StopRequest) -> None:
         findings = evaluate_texts(request, config, ranks, heartbeat)
@@ -78,7 +66,8 @@ def run_evaluation(request: Request, hand_over: Callable[[Findings], None]) -> i
             hand_over(findings)
 
     # Data-parallel ranks may have different numbers of batches.
-    return run_watched(load, work, lambda config, ranks: ranks.dp_rank)
+    load = partial(load_request, request)
+    return run_watched(lambda: load(num_ranks()), work, lambda config, ranks: ranks.dp_rank)
 
 
 def load_request(request: Request, num_ranks: int) -> TrainConfig:
@@ -98,12 +87,9 @@ def load_request(request: Request, num_ranks: int) -> TrainConfig:
     checkpoint = find_checkpoint(request.run_dir / "checkpoints", request.checkpoint)
     values = copy.deepcopy(checkpoint.config)
     values["parallel"] = {"tp": tp, "timeout_s": values["parallel"]["timeout_s"]}
-    if request.batch is not None:
-        values["batch"] = request.batch
-    if request.sequence_length is not None:
-        values["data"]["sequence_length"] = request.sequence_length
-    if request.cache is not None:
-        values["data"]["cache"] = str(request.cache)
+    data = values["data"]
+    for section, name in ((values, "batch"), (data, "sequence_length"), (data, "cache")):
+        section[name] = getattr(request, name) or section[name]
     config = make_config(values, str(checkpoint.folder))
     length = config.data.sequence_length
     if request.stride is not None and request.stride > length:
@@ -116,24 +102,26 @@ def load_request(request: Request, num_ranks: int) -> TrainConfig:
 
 def evaluate_texts(
     request: Request, config: TrainConfig, ranks: Ranks, heartbeat: Heartbeat
-) -> Findings:
-    """Computes the perplexity of the request's texts.
+) -> Score:
+    """Scores the request's texts, each alone and all together, and their tokens by frequency.
+
+    All ranks return the same, but for `seconds`, the time of the windows.
 
     Raises:
         ConfigError: a text or the tokenizer cannot be used, or the checkpoint has another model.
         JobError: the model's losses are not finite.
     Collectives: a broadcast of the token ids, those of loading, and one sum at the end.
     """
-    heartbeat.phase = "preparing the text"
+    heartbeat.place.phase = "preparing the text"
     stride = request.stride or config.data.sequence_length
     step, num_bytes, texts = _share_texts(request, config, ranks)
     windows = cut_windows(texts, request.texts, config.data.sequence_length, stride)
-    heartbeat.phase = "loading a checkpoint"
+    heartbeat.place.phase = "loading a checkpoint"
     checkpoint = find_checkpoint(request.run_dir / "checkpoints", step)
     model = Decoder(config, ranks)
     place(model, config, ranks)
     load_weights(checkpoint, model, ranks)
-    heartbeat.phase = "evaluating"
+    heartbeat.place.phase = "evaluating"
     counts = count_ids(texts, config.data.vocab_size)
     groups = frequency_groups(counts)
     started = time.perf_counter()
@@ -142,17 +130,26 @@ def evaluate_texts(
     if not np.isfinite(nats).all():
         raise JobError(f"{checkpoint.folder} must give finite losses, got {nats.sum()} nats")
     num_tokens = [len(ids) - 1 for ids in texts]
-    return Findings(
-        checkpoint=checkpoint,
-        config=config,
-        stride=stride,
-        dp=ranks.dp,
-        device=ranks.device.type,
-        texts=score_texts(request.texts, num_tokens, num_bytes, nats.sum(1)),
-        total=TextScore(Score(sum(num_tokens), float(nats.sum())), sum(num_bytes)),
-        groups=score_groups(counts, groups, nats.sum(0)),
-        seconds=seconds,
-    )
+    of_texts = zip(num_tokens, nats.sum(1).tolist(), num_bytes, strict=True)
+    return {
+        "checkpoint": str(checkpoint.folder),
+        "step": checkpoint.step,
+        "dtype": config.dtype,
+        "vocab_size": config.data.vocab_size,
+        "sequence_length": config.data.sequence_length,
+        "stride": stride,
+        "batch": config.batch,
+        "dp": ranks.dp,
+        "tp": ranks.tp,
+        "device": ranks.device.type,
+        "seconds": seconds,
+        **score(sum(num_tokens), float(nats.sum()), sum(num_bytes)),
+        "texts": [
+            {"path": str(path), **score(*each)}
+            for path, each in zip(request.texts, of_texts, strict=True)
+        ],
+        "frequency": score_groups(counts, groups, nats.sum(0)),
+    }
 
 
 @torch.no_grad()
@@ -175,12 +172,12 @@ def sum_nll(
     sums = torch.zeros(num_texts * NUM_GROUPS, dtype=torch.float64, device=ranks.device)
     mine = np.arange(ranks.dp_rank, len(windows), ranks.dp)
     for number, first in enumerate(range(0, len(mine), config.batch), 1):
-        heartbeat.step = number
+        heartbeat.place.step = number
         batch = windows.batch(mine[first : first + config.batch])
         ids, targets, text = (x.to(ranks.device) for x in batch)
         with in_phase("forward"):
-            hidden = forward_body(model, ids, config)
-            nll = token_nll(hidden, model.head_weight, targets.flatten())
+            hidden = model(ids)
+            nll = token_nll(hidden, model.head_weight, targets.flatten(), ()).loss
         # An ignored target has 0 nats.
         where = text[:, None] * NUM_GROUPS + group_of[targets.clamp_min(0)]
         sums.index_add_(0, where.flatten(), nll.double())

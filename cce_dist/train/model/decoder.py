@@ -6,7 +6,7 @@ The body is the same on every rank; embedding and head hold this rank's rows of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cce_dist import LossOutput, VocabShard
 from cce_dist.train.collectives import SumPartials, SumPartialsToSlices
+from cce_dist.train.config.pipeline import Layout
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.ranks import Ranks
 
@@ -52,70 +53,93 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder: ids [batch, sequence] of the whole dp rank -> hidden [tokens of this rank, dim].
+    """The part of a decoder that a rank trains: all layers, or those of its stages of a pipeline.
 
-    With sequence parallelism each tp rank runs the body on some of the batch's sequences, each of
-    them whole: hidden is the rank's contiguous slice of the batch's tokens. Without sequence
-    parallelism hidden has all tokens.
+    The rank has rows of these parameters of the vocabulary, with the tp ranks of its stage; "over
+    the pipeline" with all tp ranks of all stages:
+
+    untied      embedding on the first stage; head on the last stage, or over the pipeline
+    tied        one parameter on the first and on the last stage; or one over the pipeline
+
+    Names and initial values are those of the whole model: neither losses nor checkpoints depend on
+    the layout.
     """
 
-    # StagedDecoder, for pipelines, has other values: the number of the pipeline's ranks with the
-    # same rows of the vocabulary, and the names of parameters with rows on all of its ranks.
-    num_vocabulary_copies = 1
-    names_over_pipeline: frozenset[str] = frozenset()
+    embedding: nn.Parameter
+    head: nn.Parameter
 
-    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
+    def __init__(self, config: TrainConfig, ranks: Ranks, layout: Layout | None = None) -> None:
         super().__init__()
-        dim = config.model.dim
-        self.vocab_size = config.data.vocab_size
-        self.shard = VocabShard.chunked(config.data.vocab_size, ranks.tp_rank, ranks.tp)
+        self.config, self.layout = config, layout or config.layout()
+        self.held = self.layout.stages_of(ranks.pp_rank)
+        self.has_first, self.has_last = 0 in self.held, self.layout.num_stages - 1 in self.held
         self.tp_group = ranks.tp_group
-        self.sequence_parallel = config.parallel.sequence_parallel
-        self.embedding = nn.Parameter(torch.empty(self.shard.num_rows, dim))
-        self.blocks = nn.ModuleList(
-            Block(dim, config.model.heads) for _ in range(config.model.layers)
-        )
-        self.final_norm = nn.RMSNorm(dim)
-        if not config.model.tied:
-            self.head = nn.Parameter(torch.empty(self.shard.num_rows, dim))
-        self.tied = config.model.tied
-        cos, sin = rotary_table(config.data.sequence_length, dim // config.model.heads)
-        self.register_buffer("rotary_cos", cos, persistent=False)
-        self.register_buffer("rotary_sin", sin, persistent=False)
+        dim, heads = config.model.dim, config.model.heads
+        layers = [layer for stage in self.held for layer in self.layout.layers[stage]]
+        self.blocks = nn.ModuleDict({str(layer): Block(dim, heads) for layer in layers})
+        self.final_norm = nn.RMSNorm(dim) if self.has_last else None
+        self.head_name = "embedding" if config.model.tied else "head"
+        self.shards = self._shards(ranks)
+        for name, shard in self.shards.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shard.num_rows, dim)))
+        add_rotary_table(self, config)
+
+    def _shards(self, ranks: Ranks) -> dict[str, VocabShard]:
+        """Returns this rank's shard of each vocabulary parameter, if it has rows of it."""
+        vocab_size, place = self.config.data.vocab_size, ranks.pp_rank * ranks.tp + ranks.tp_rank
+        of_stage = VocabShard.chunked(vocab_size, ranks.tp_rank, ranks.tp)
+        shards = {"embedding": of_stage} if self.has_first else {}
+        if self.layout.over_pipeline:
+            shards[self.head_name] = VocabShard.chunked(vocab_size, place, ranks.pp * ranks.tp)
+        elif self.has_last:
+            shards[self.head_name] = of_stage
+        return shards
 
     def forward(
         self, ids: Tensor, head: Callable[[Tensor, Tensor], LossOutput] | None = None
     ) -> Tensor | LossOutput:
-        """Returns hidden, or the result of `head` on hidden and the head's weight.
+        """Returns hidden, [tokens of this rank, dim], or what `head` makes of it and its weight.
 
-        Under FSDP the weight is whole only within this method, so a training step passes its loss
-        as `head`.
+        Without a pipeline alone. Under FSDP the weight is whole only within this method, so a
+        training step passes its loss as `head`.
+
+        Args:
+            ids: [batch, sequence] of the whole dp rank. With sequence parallelism each tp rank runs
+                the layers on some of the sequences: hidden is its contiguous slice of the tokens.
         """
-        # Rows are scaled, not normed: weight decay shrinks rows, and a norm would divide gradients
-        # by the rows' size.
-        x = self.embed(ids.flatten()) * math.sqrt(self.embedding.shape[1])
-        x = x.unflatten(0, (-1, ids.shape[1]))
-        for block in self.blocks:
-            x = block(x, (self.rotary_cos, self.rotary_sin))
-        hidden = self.final_norm(x).flatten(0, 1)
+        slices, shard = self.config.parallel.sequence_parallel, self.shards["embedding"]
+        assert self.final_norm is not None
+        with autocast(ids.device, self.config):
+            # Rows are scaled, not normed: weight decay shrinks rows, and a norm would divide
+            # gradients by the rows' size.
+            x = embed(ids.flatten(), self.embedding, shard, self.tp_group, slices)
+            x = (x * math.sqrt(self.config.model.dim)).unflatten(0, (-1, ids.shape[1]))
+            for block in self.blocks.values():
+                x = block(x, (self.rotary_cos, self.rotary_sin))
+            hidden = self.final_norm(x).flatten(0, 1)
         return hidden if head is None else head(hidden, self.head_weight)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Embeds [N] int64 -> [N, dim], or [N / tp, dim] with sequence parallelism."""
-        return embed(ids, self.embedding, self.shard, self.tp_group, self.sequence_parallel)
 
     @property
     def head_weight(self) -> nn.Parameter:
-        return self.embedding if self.tied else self.head
+        """The head's weight, on ranks that have rows of it."""
+        return self.get_parameter(self.head_name)
+
+    @property
+    def is_copied(self) -> bool:
+        """True if the first and the last stage hold the same weight, on two ranks."""
+        is_here = self.layout.over_pipeline or self.layout.last_rank == 0
+        return self.config.model.tied and not is_here
+
+    def is_over_pipeline(self, name: str) -> bool:
+        """Tells whether a parameter is sharded over all ranks of the pipeline."""
+        return self.layout.over_pipeline and name == self.head_name
 
     def sharded_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters with rows of the vocabulary; others are equal on all ranks."""
-        shards = {"embedding": self.embedding}
-        return shards if self.tied else {**shards, "head": self.head}
+        """Returns parameters with rows of the vocabulary; a stage's ranks share the others."""
+        return {name: self.get_parameter(name) for name in self.shards}
 
     def body_parameters(self) -> dict[str, nn.Parameter]:
-        sharded = self.sharded_parameters()
-        return {name: p for name, p in self.named_parameters() if name not in sharded}
+        return {name: p for name, p in self.named_parameters() if name not in self.shards}
 
 
 def embed(
@@ -138,6 +162,18 @@ def embed(
     return SumPartials.apply(partial, group)
 
 
+def autocast(device: torch.device, config: TrainConfig) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
+
+
+def add_rotary_table(module: nn.Module, config: TrainConfig) -> None:
+    """Gives a module the buffers rotary_cos and rotary_sin, which no checkpoint has."""
+    head_dim = config.model.dim // config.model.heads
+    cos, sin = rotary_table(config.data.sequence_length, head_dim)
+    module.register_buffer("rotary_cos", cos, persistent=False)
+    module.register_buffer("rotary_sin", sin, persistent=False)
+
+
 def rotary_table(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Returns cos and sin, [length, head_dim / 2] fp32 each."""
     frequencies = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -154,28 +190,21 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def initialize(model: Decoder, seed: int) -> None:
-    """Draws the initial weights on the CPU: the same for every tp, dp and device."""
-    draw_blocks([block for block in model.blocks if isinstance(block, Block)], seed)
-    for name, parameter in model.sharded_parameters().items():
-        draw_rows(parameter, model.shard, name, seed, tied=model.tied)
-
-
-@torch.no_grad()
-def draw_blocks(blocks: Sequence[Block], seed: int) -> None:
-    """Draws all blocks of a decoder, in order, from one generator.
-
-    `blocks` may repeat one spare block in place of the blocks on other ranks. Norms stay as they
-    are.
-    """
+    """Draws the initial weights on the CPU: the same for every layout and device."""
+    config = model.config
     generator = torch.Generator().manual_seed(seed)
     # With this scale the residual stream's variance does not depend on depth (GPT-2).
-    output_std = INIT_STD / math.sqrt(2 * len(blocks))
-    for block in blocks:
-        for name, parameter in block.named_parameters():
+    output_std = INIT_STD / math.sqrt(2 * config.model.layers)
+    # A spare block draws the numbers of layers that are on other ranks. Norms stay as they are.
+    here, elsewhere = dict(model.blocks.items()), Block(config.model.dim, config.model.heads)
+    for layer in range(config.model.layers):
+        for name, parameter in here.get(str(layer), elsewhere).named_parameters():
             if parameter.dim() < 2:
                 continue
             is_output = name.endswith(("attention_out.weight", "down.weight"))
             parameter.normal_(std=output_std if is_output else INIT_STD, generator=generator)
+    for name, parameter in model.sharded_parameters().items():
+        draw_rows(parameter, model.shards[name], name, seed, tied=config.model.tied)
 
 
 @torch.no_grad()

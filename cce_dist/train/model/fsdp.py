@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -29,7 +29,7 @@ def place(model: Decoder, config: TrainConfig, ranks: Ranks) -> None:
         model.to(ranks.device)
         return
     data = ranks.mesh["dp"]
-    for block in model.blocks:
+    for block in model.blocks.values():
         assert isinstance(block, Block)
         fully_shard(block.linears(), mesh=data, mp_policy=_linears_policy(config))
     fully_shard(model, mesh=data)
@@ -46,10 +46,6 @@ def _linears_policy(config: TrainConfig) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-
-
-def is_fully_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
 
 
 @contextmanager

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce_dist import Filter, LossOptions, LossOutput, Screen, VocabShard, linear_cross_entropy
+from cce_dist import LinearCrossEntropy, LossOptions, LossOutput, VocabShard
 from cce_dist.train.collectives import GatherRows, SumPartials
-from cce_dist.train.config.schema import LossConfig, TrainConfig
+from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.ranks import Ranks
 
 # Number of held-out tokens whose float64 logits exist at a time.
@@ -37,12 +37,6 @@ class HeadLayout:
     def shard(self) -> VocabShard:
         return VocabShard.chunked(self.vocab_size, self.group.rank(), self.group.size())
 
-    @property
-    def bounds(self) -> list[tuple[int, int]]:
-        ranks = range(self.group.size())
-        shards = [VocabShard.chunked(self.vocab_size, rank, len(ranks)) for rank in ranks]
-        return [(shard.start, shard.stop) for shard in shards]
-
 
 def head_layout(config: TrainConfig, ranks: Ranks) -> HeadLayout:
     """Returns the layout of the head without a pipeline, or on its last stage."""
@@ -51,18 +45,12 @@ def head_layout(config: TrainConfig, ranks: Ranks) -> HeadLayout:
 
 def make_head_loss(config: TrainConfig, layout: HeadLayout, kind: str) -> HeadLoss:
     """Makes the head's loss. Both kinds, "cce" and "dense", compute the same objective."""
-    dtype = getattr(torch, config.dtype)
     compute = _dense_loss if kind == "dense" else _cce_loss
 
-    def head_loss(
-        hidden: Tensor, weight: Tensor, targets: Tensor, stats: Sequence[Stat] = ()
-    ) -> LossOutput:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return compute(
-                hidden.to(dtype), weight.to(dtype), targets, config.loss, layout, tuple(stats)
-            )
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor, stats: Sequence[Stat]) -> Any:
+        return compute(hidden, weight, targets, replace(config.loss, stats=tuple(stats)), layout)
 
-    return head_loss
+    return _in_dtype(loss, getattr(torch, config.dtype))
 
 
 def head_loss_of(
@@ -72,136 +60,75 @@ def head_loss_of(
 
     The run requests no statistics from `loss`, and logs the statistics that `loss` returns.
     """
+    return _in_dtype(lambda hidden, weight, targets, stats: loss(hidden, weight, targets), dtype)
 
+
+def make_token_nll(config: TrainConfig, layout: HeadLayout) -> HeadLoss:
+    """Makes a function whose `loss` is each token's nll, [N] fp32, in nats.
+
+    The softmax is that of training's logits; the objective's further terms are left out.
+    """
+    options = LossOptions(
+        reduction="none",
+        softcap=config.loss.softcap,
+        logit_scale=config.loss.logit_scale,
+        gradient="exact",
+        backend=config.loss.backend,
+        workspace_bytes=config.loss.workspace_bytes,
+    )
+    return _in_dtype(
+        lambda hidden, weight, targets, stats: _cce_loss(hidden, weight, targets, options, layout),
+        getattr(torch, config.dtype),
+    )
+
+
+def _in_dtype(
+    loss: Callable[[Tensor, Tensor, Tensor, Sequence[Stat]], Tensor | LossOutput],
+    dtype: torch.dtype,
+) -> HeadLoss:
     def head_loss(
         hidden: Tensor, weight: Tensor, targets: Tensor, stats: Sequence[Stat] = ()
     ) -> LossOutput:
         with torch.autocast(hidden.device.type, enabled=False):
-            output = loss(hidden.to(dtype), weight.to(dtype), targets)
-            return output if isinstance(output, LossOutput) else LossOutput(loss=output)
+            output = loss(hidden.to(dtype), weight.to(dtype), targets, stats)
+        return output if isinstance(output, LossOutput) else LossOutput(loss=output)
 
     return head_loss
 
 
 def _cce_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    config: LossConfig,
-    layout: HeadLayout,
-    stats: tuple[Stat, ...],
-) -> LossOutput:
-    options = loss_options(config)
-    out = linear_cross_entropy(
-        hidden,
-        weight,
-        targets,
-        group=layout.group,
-        vocab_shard=layout.shard,
-        sequence_parallel=layout.sequence_parallel,
-        stats=stats,
-        softcap=options.softcap,
-        logit_scale=options.logit_scale,
-        label_smoothing=options.label_smoothing,
-        z_loss=options.z_loss,
-        gradient=options.gradient,
-        filter=options.filter,
-        logits=options.logits,
-        screen=options.screen,
-        backend=options.backend,
-        workspace_bytes=options.workspace_bytes,
-    )
-    return LossOutput(loss=out) if isinstance(out, Tensor) else out
-
-
-def make_token_nll(
-    config: TrainConfig, layout: HeadLayout
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Makes a function: hidden, weight shard, targets -> nll [N] fp32, in nats.
-
-    The softmax is that of training's logits; the objective's further terms are left out.
-    """
-    dtype, loss = getattr(torch, config.dtype), config.loss
-
-    def token_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            nll = linear_cross_entropy(
-                hidden.to(dtype),
-                weight.to(dtype),
-                targets,
-                group=layout.group,
-                vocab_shard=layout.shard,
-                sequence_parallel=layout.sequence_parallel,
-                reduction="none",
-                softcap=loss.softcap,
-                logit_scale=loss.logit_scale,
-                gradient="exact",
-                backend=loss.backend,
-                workspace_bytes=loss.workspace_bytes,
-            )
-        assert isinstance(nll, Tensor)
-        return nll
-
-    return token_nll
-
-
-def loss_options(config: LossConfig) -> LossOptions:
-    """Returns the configuration's options of `linear_cross_entropy`."""
-    return LossOptions(
-        softcap=config.softcap,
-        logit_scale=config.logit_scale,
-        label_smoothing=config.label_smoothing,
-        z_loss=config.z_loss,
-        gradient=config.gradient,
-        filter=Filter(keep=config.filter.keep, tail=config.filter.tail, eps=config.filter.eps),
-        logits=config.logits,
-        screen=Screen(
-            dtype=config.screen.dtype,
-            max_kept=config.screen.max_kept,
-            max_error=config.screen.max_error,
-        ),
-        backend=config.backend,
-        workspace_bytes=config.workspace_bytes,
-    )
+    hidden: Tensor, weight: Tensor, targets: Tensor, options: LossOptions, layout: HeadLayout
+) -> Tensor | LossOutput:
+    options = replace(options, sequence_parallel=layout.sequence_parallel)
+    loss = LinearCrossEntropy(group=layout.group, vocab_shard=layout.shard, **vars(options))
+    return loss(hidden, weight, targets)
 
 
 def _dense_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    config: LossConfig,
-    layout: HeadLayout,
-    stats: tuple[Stat, ...],
-) -> LossOutput:
+    hidden: Tensor, weight: Tensor, targets: Tensor, options: LossOptions, layout: HeadLayout
+) -> Tensor:
     """Computes the loss by the usual recipe: gather the head, all logits, softmax in fp32."""
     slices = layout.sequence_parallel
-    gathered = GatherRows.apply(weight, layout.group, layout.bounds, slices)
-    if slices:
-        rank, size = layout.group.rank(), layout.group.size()
-        targets_here = targets.chunk(size)[rank]
-    else:
-        targets_here = targets
-    logits = _transform_logits(hidden @ gathered.T, config)
-    total = _objective(logits, targets_here, config).sum() / targets.numel()
-    if slices:
-        total = SumPartials.apply(total, layout.group)
-    return LossOutput(loss=total)
+    gathered = GatherRows.apply(weight, layout.group, layout.shard, slices)
+    here = targets.chunk(layout.group.size())[layout.group.rank()] if slices else targets
+    logits = _transform_logits(hidden @ gathered.T, options)
+    total = _objective(logits, here, options).sum() / targets.numel()
+    return SumPartials.apply(total, layout.group) if slices else total
 
 
-def _transform_logits(logits: Tensor, config: LossConfig) -> Tensor:
+def _transform_logits(logits: Tensor, options: LossOptions) -> Tensor:
     if logits.dtype != torch.float64:
         logits = logits.float()
-    if config.softcap is not None:
-        logits = config.softcap * torch.tanh(logits / config.softcap)
-    return config.logit_scale * logits
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    return options.logit_scale * logits
 
 
-def _objective(logits: Tensor, targets: Tensor, config: LossConfig) -> Tensor:
-    loss = F.cross_entropy(
-        logits, targets, label_smoothing=config.label_smoothing, reduction="none"
-    )
-    if config.z_loss:
-        loss = loss + config.z_loss * logits.logsumexp(-1).square()
+def _objective(logits: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+    smoothing = options.label_smoothing
+    loss = F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")
+    if options.z_loss:
+        loss = loss + options.z_loss * logits.logsumexp(-1).square()
     return loss
 
 
@@ -215,7 +142,7 @@ def golden_loss(
     Collectives: one all-gather of the weight; with sequence parallelism another one, of hidden.
     """
     dtype = getattr(torch, config.dtype)
-    gathered = GatherRows.apply(weight.to(dtype), layout.group, layout.bounds, False).double()
+    gathered = GatherRows.apply(weight.to(dtype), layout.group, layout.shard, False).double()
     if layout.sequence_parallel:
         slices = [torch.empty_like(hidden) for _ in range(layout.group.size())]
         dist.all_gather(slices, hidden, group=layout.group)

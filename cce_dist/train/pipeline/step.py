@@ -24,7 +24,6 @@ from torch.distributed.pipelining import (
     schedules,
 )
 
-from cce_dist import VocabShard
 from cce_dist.pipeline.embedding import TiedEmbedding
 from cce_dist.pipeline.head import PipelineHead
 from cce_dist.pipeline.schedules.torch_schedules import (
@@ -38,11 +37,11 @@ from cce_dist.train.collectives import sum_gradients
 from cce_dist.train.config.pipeline import SPLIT_BACKWARD, Layout, ScheduleName
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.errors import ConfigError
-from cce_dist.train.model.decoder import count_parameters
-from cce_dist.train.model.head import head_layout, loss_options, make_head_loss
+from cce_dist.train.model.decoder import Decoder, count_parameters
+from cce_dist.train.model.head import head_layout, make_head_loss
 from cce_dist.train.ranks import Ranks, own_group
 
-from .stages import RowsEmbedding, Stage, StagedDecoder
+from .stages import Stage
 
 SCHEDULES: dict[ScheduleName, type] = {
     "gpipe": ScheduleGPipe,
@@ -83,23 +82,26 @@ class Pipeline:
         method, at the same time.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, model: StagedDecoder, head: str) -> None:
+    def __init__(self, config: TrainConfig, ranks: Ranks, model: Decoder, head: str) -> None:
         assert ranks.pp_group is not None
         if head == "cce":
             check_split_backward(config)
         self.config, self.ranks, self.model = config, ranks, model
         self.layout, self.group = model.layout, ranks.pp_group
         self.head: PipelineHead | None = None
-        self.head_weight: nn.Parameter | None = None
+        # The head's own weight in 16 bits, a copy of the master weight.
+        self._copied: nn.Parameter | None = None
         self._embedding: TiedEmbedding | None = None
         self._copies = _group_of_copies(ranks, model)
         # If a pass fails, torch logs the passes of all ranks, and the error would be hard to find.
         logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
         _connect([ranks.tp_group, ranks.pp_group, self._copies], ranks.device)
         if self.layout.over_pipeline:
-            self.head_weight = _in_dtype(model.head_weight, getattr(torch, config.dtype))
-            self.head = make_pipeline_head(config, ranks, self.layout, self.head_weight)
-            if model.tied:
+            weight, dtype = model.head_weight, getattr(torch, config.dtype)
+            if weight.dtype != dtype:
+                weight = self._copied = nn.Parameter(weight.detach().to(dtype))
+            self.head = self._make_head(weight)
+            if config.model.tied:
                 self._embedding = TiedEmbedding(self.head, timeout=ranks.timeout)
         self._loss: VocabOverPipeline | None = None
         self.schedule = self._make_schedule(self._make_stages(), head)
@@ -159,43 +161,40 @@ class Pipeline:
     def _slices(self) -> int:
         return self.ranks.tp if self.config.parallel.sequence_parallel else 1
 
+    def _make_head(self, weight: nn.Parameter) -> PipelineHead:
+        """Makes a head with rows over pp x tp ranks; its loss is a microbatch's mean."""
+        config, ranks, count = self.config, self.ranks, self.layout.microbatches
+        sequences = config.batch // (count * self._slices)
+        return PipelineHead(
+            weight,
+            group=self.group,
+            vocab_group=ranks.vocab_group,
+            tensor_group=ranks.tp_group if ranks.tp > 1 else None,
+            sequence_parallel=self._slices > 1,
+            hidden_shape=(sequences, config.data.sequence_length, config.model.dim),
+            vocab_shard=self.model.shards[self.model.head_name],
+            options=config.loss,
+            loss_scale=1 / count,
+            timeout=ranks.timeout,
+        )
+
     def _make_stages(self) -> list[PipelineStage]:
-        layout, device = self.layout, self.ranks.device
         stages = []
         for index in self.model.held:
-            module = self._make_module(index).to(device)
+            module = Stage(self.model, index, embedding=self._embedding, has_head=self.head is None)
             input, output = self._examples(index)
             stages.append(
                 PipelineStage(
-                    module,
+                    module.to(self.ranks.device),
                     index,
-                    layout.num_stages,
-                    device,
+                    self.layout.num_stages,
+                    self.ranks.device,
                     input_args=input,
                     output_args=output,
                     group=self.group,
                 )
             )
         return stages
-
-    def _make_module(self, index: int) -> Stage:
-        model, slices = self.model, self._slices > 1
-        is_last = index == self.layout.num_stages - 1
-        embedding: nn.Module | None = None
-        if index == 0:
-            embedding = self._embedding or RowsEmbedding(
-                model.get_parameter("embedding"),
-                model.shards["embedding"],
-                self.ranks.tp_group,
-                slices,
-            )
-        return Stage(
-            self.config,
-            model.stage_blocks(index),
-            embedding=embedding,
-            final_norm=model.final_norm if is_last else None,
-            head=model.head_weight if is_last and self.head is None else None,
-        )
 
     def _examples(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns a stage's example input and output; without them torch runs it once more."""
@@ -213,14 +212,9 @@ class Pipeline:
     def _make_schedule(self, stages: list[PipelineStage], head: str) -> Any:
         name, count = self.layout.schedule, self.layout.microbatches
         if self.head is not None and name == "vocab_1f1b":
-            times = planned_times(self.config, self.layout)
+            times, embedding = planned_times(self.config, self.layout), self._embedding
             return ScheduleVocab1F1B(
-                stages[0],
-                count,
-                self.head,
-                embedding=self._embedding,
-                times=times,
-                scale_grads=False,
+                stages[0], count, self.head, embedding=embedding, times=times, scale_grads=False
             )
         loss: Any = self._loss_of_last_stage(head)
         if self.head is not None:
@@ -259,15 +253,13 @@ class Pipeline:
 
     @torch.no_grad()
     def _copy_head(self) -> None:
-        """Copies the master weight to the head, which has its own weight in 16 bits."""
-        if self.head_weight is not None and self.head_weight is not self.model.head_weight:
-            self.head_weight.copy_(self.model.head_weight)
+        if self._copied is not None:
+            self._copied.copy_(self.model.head_weight)
 
     def _take_head_gradient(self) -> None:
-        copy = self.head_weight
-        if copy is not None and copy is not self.model.head_weight and copy.grad is not None:
-            self.model.head_weight.grad = copy.grad.to(self.model.head_weight.dtype)
-            copy.grad = None
+        if self._copied is not None and self._copied.grad is not None:
+            self.model.head_weight.grad = self._copied.grad.to(self.model.head_weight.dtype)
+            self._copied.grad = None
 
     def _gather_sequences(self, hidden: Tensor) -> Tensor:
         """Gathers the sequences of all tp ranks, each of which has a slice of every microbatch."""
@@ -277,28 +269,6 @@ class Pipeline:
         dist.all_gather(slices, hidden, group=self.ranks.tp_group)
         split = [each.unflatten(0, (self.layout.microbatches, -1)) for each in slices]
         return torch.cat(split, 1).flatten(0, 1)
-
-
-def make_pipeline_head(
-    config: TrainConfig, ranks: Ranks, layout: Layout, weight: Tensor
-) -> PipelineHead:
-    """Makes a head with rows over pp x tp ranks; its loss is a microbatch's mean."""
-    assert ranks.pp_group is not None
-    slices = ranks.tp if config.parallel.sequence_parallel else 1
-    sequences = config.batch // (layout.microbatches * slices)
-    place = ranks.pp_rank * ranks.tp + ranks.tp_rank
-    return PipelineHead(
-        weight,
-        group=ranks.pp_group,
-        vocab_group=ranks.vocab_group,
-        tensor_group=ranks.tp_group if ranks.tp > 1 else None,
-        sequence_parallel=slices > 1,
-        hidden_shape=(sequences, config.data.sequence_length, config.model.dim),
-        vocab_shard=VocabShard.chunked(config.data.vocab_size, place, ranks.pp * ranks.tp),
-        options=loss_options(config.loss),
-        loss_scale=1 / layout.microbatches,
-        timeout=ranks.timeout,
-    )
 
 
 def planned_times(config: TrainConfig, layout: Layout) -> Times:
@@ -313,10 +283,6 @@ def planned_times(config: TrainConfig, layout: Layout) -> Times:
     return Times(forward, 2 * forward, statistics, 3 * statistics)
 
 
-def _in_dtype(weight: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    return weight if weight.dtype == dtype else nn.Parameter(weight.detach().to(dtype))
-
-
 def _connect(groups: list[dist.ProcessGroup | None], device: torch.device) -> None:
     """Makes NCCL's communicators now; their first use is in a step, beside a second thread."""
     for group in groups:
@@ -324,7 +290,7 @@ def _connect(groups: list[dist.ProcessGroup | None], device: torch.device) -> No
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-def _group_of_copies(ranks: Ranks, model: StagedDecoder) -> dist.ProcessGroup | None:
+def _group_of_copies(ranks: Ranks, model: Decoder) -> dist.ProcessGroup | None:
     """Returns the group of the first and the last stage's ranks, if both hold a tied weight.
 
     Other ranks get None.

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist.core.allocations import track_allocations
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.disk import writing
-from cce_dist.train.loop import Job, Run, forward_body
+from cce_dist.train.loop import Job, Run
 from cce_dist.train.metrics import read_metrics
 from cce_dist.train.model.fsdp import gathered_head
-from cce_dist.train.model.head import HeadLoss, golden_loss, head_layout, make_head_loss
+from cce_dist.train.model.head import (
+    HeadLayout,
+    HeadLoss,
+    golden_loss,
+    head_layout,
+    make_head_loss,
+)
 from cce_dist.train.progress import format_bytes
+
+if TYPE_CHECKING:
+    from cce_dist.train.pipeline.step import Pipeline
 
 # Dense logits are computed and measured only if one fp32 copy of them is at most this large.
 MEASURE_DENSE_BYTES = 2**29
+
+# Lines of metrics.jsonl, and rows of a table.
+Records = list[dict[str, Any]]
+Rows = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,12 @@ class Memory:
 
     peak_bytes: int
     largest_numel: int | None
+
+    def __str__(self) -> str:
+        text = f"{format_bytes(self.peak_bytes)} a rank, measured"
+        if self.largest_numel is not None:
+            text += f"; largest tensor {self.largest_numel:,} numbers"
+        return text
 
 
 @dataclass(frozen=True)
@@ -56,49 +77,112 @@ class Evaluation:
     tokens_here: int
 
 
+@dataclass(frozen=True)
+class HeadInputs:
+    """Arguments of a head's loss, and the ranks that share the vocabulary."""
+
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V_local, D]
+    targets: Tensor  # [N]
+    layout: HeadLayout
+
+    def measure(self, head_loss: HeadLoss) -> tuple[float, Memory]:
+        """Returns the loss and the memory of one forward and backward of the head."""
+        hidden = self.hidden.detach().requires_grad_()
+        weight = self.weight.detach().requires_grad_()
+
+        def forward_and_backward() -> Tensor:
+            loss = head_loss(hidden, weight, self.targets, ()).loss
+            loss.backward()
+            return loss
+
+        return measure(forward_and_backward, hidden.device)
+
+
 def evaluate(job: Job, run: Run) -> Evaluation:
     """Runs the held-out batch through this run's head and through dense float64 logits.
 
-    The run must have no pipeline. Every rank must call it.
+    Over a pipeline memory is measured for one microbatch: the head works on one at a time. If the
+    head is on the last stage, the last stage's ranks evaluate, and tell the others. Every rank must
+    call this function.
     """
-    job.heartbeat.phase = "evaluating"
-    config, ranks = job.config, job.ranks
-    ids, targets = job.batches.held_out_batch()
-    ids, targets = ids.to(ranks.device), targets.to(ranks.device).flatten()
-    with torch.no_grad():
-        hidden = forward_body(run.decoder, ids, config)
-    dense_bytes = hidden.shape[0] * config.data.vocab_size * 4
+    job.heartbeat.place.phase = "evaluating"
+    config, ranks, pipeline = job.config, job.ranks, run.pipeline
+    ids, targets = (x.to(ranks.device) for x in job.batches.held_out_batch())
+    if pipeline is None:
+        with torch.no_grad():
+            hidden = run.model(ids)
+        with gathered_head(run.model) as weight:
+            inputs = HeadInputs(hidden, weight, targets.flatten(), head_layout(config, ranks))
+            return _compare(run, config, *inputs.measure(run.head_loss), inputs, inputs)
+    loss, hidden = pipeline.evaluate(ids, targets)
+    evaluation: list[Any] = [None]
+    # If the head is on the last stage, ranks of other stages have no rows of it.
+    if pipeline.head is not None or pipeline.model.has_last:
+        evaluation = [_evaluate_stage(job, run, pipeline, loss.item(), hidden, targets)]
+    if pipeline.head is None:
+        last = pipeline.layout.last_rank
+        dist.broadcast_object_list(evaluation, group=pipeline.group, group_src=last)
+    return evaluation[0]
+
+
+def _evaluate_stage(
+    job: Job, run: Run, pipeline: Pipeline, loss: float, hidden: Tensor, targets: Tensor
+) -> Evaluation:
+    config, ranks, count = job.config, job.ranks, pipeline.layout.microbatches
+    layout, slices = head_layout(config, ranks), config.parallel.sequence_parallel
+    first, first_targets = hidden.chunk(count)[0], targets.chunk(count)[0]
+    here = first.chunk(ranks.tp)[ranks.tp_rank] if slices else first
+    weight, memory = pipeline.model.head_weight, None
+    if pipeline.head is not None:
+        weight, memory = pipeline.head.weight, _measure_phases(pipeline, here, first_targets)
+        here, layout = first, HeadLayout(ranks.vocab_group, config.data.vocab_size, False)
+    part = HeadInputs(here.flatten(0, 1), weight, first_targets.flatten(), layout)
+    unsliced = dataclasses.replace(layout, sequence_parallel=False)
+    whole = HeadInputs(hidden.flatten(0, 1), weight, targets.flatten(), unsliced)
+    return _compare(run, config, loss, memory or part.measure(run.head_loss)[1], part, whole)
+
+
+def _compare(
+    run: Run,
+    config: TrainConfig,
+    loss: float,
+    memory: Memory,
+    part: HeadInputs,  # whose memory is measured
+    whole: HeadInputs,
+) -> Evaluation:
     dense_memory = None
-    layout = head_layout(config, ranks)
-    with gathered_head(run.decoder) as weight:
-        loss, memory = measure_head(run.head_loss, hidden, weight, targets)
-        if run.head == "cce" and dense_bytes <= MEASURE_DENSE_BYTES:
-            dense_head = make_head_loss(config, layout, "dense")
-            dense_memory = measure_head(dense_head, hidden, weight, targets)[1]
-        dense_loss = golden_loss(hidden, weight.detach(), targets, config, layout)
+    if run.head == "cce" and len(part.hidden) * config.data.vocab_size * 4 <= MEASURE_DENSE_BYTES:
+        dense_memory = part.measure(make_head_loss(config, part.layout, "dense"))[1]
     return Evaluation(
         loss=loss,
-        dense_loss=dense_loss,
+        dense_loss=golden_loss(
+            whole.hidden, whole.weight.detach(), whole.targets, config, whole.layout
+        ),
         memory=memory,
         dense_memory=dense_memory,
-        num_tokens=targets.numel(),
-        tokens_here=hidden.shape[0],
+        num_tokens=whole.targets.numel(),
+        tokens_here=len(part.hidden),
     )
 
 
-def measure_head(
-    head_loss: HeadLoss, hidden: Tensor, weight: Tensor, targets: Tensor
-) -> tuple[float, Memory]:
-    """Returns the loss and the memory of one forward and backward of the head."""
-    hidden = hidden.detach().requires_grad_()
-    weight = weight.detach().requires_grad_()
+def _measure_phases(pipeline: Pipeline, hidden: Tensor, targets: Tensor) -> Memory:
+    """Measures the memory of a microbatch in the head's phases, on this rank."""
+    head, root = pipeline.head, pipeline.layout.last_rank
+    assert head is not None
+    tensors = (hidden, targets) if head.rank == root else ()
 
-    def forward_and_backward() -> Tensor:
-        loss = head_loss(hidden, weight, targets, ()).loss
-        loss.backward()
+    def phases() -> Tensor:
+        head.post(0, root, *tensors)
+        head.statistics(0)
+        loss = head.gradients(0, root)
+        head.take(0)
+        head.finish_step()
         return loss
 
-    return measure(forward_and_backward, hidden.device)
+    memory = measure(phases, hidden.device)[1]
+    head.weight.grad = None
+    return memory
 
 
 def measure(compute_loss: Callable[[], Tensor], device: torch.device) -> tuple[float, Memory]:
@@ -136,7 +220,7 @@ def write_report(job: Job, folder: Path, evaluation: Evaluation, dense: Path | N
     return text
 
 
-def _rows(job: Job, records: list[dict[str, Any]], evaluation: Evaluation) -> list[tuple[str, str]]:
+def _rows(job: Job, records: Records, evaluation: Evaluation) -> Rows:
     config, ranks = job.config, job.ranks
     first, last = records[0]["loss"], records[-1]["loss"]
     rows = [
@@ -148,53 +232,38 @@ def _rows(job: Job, records: list[dict[str, Any]], evaluation: Evaluation) -> li
         ("dense loss of the same batch", f"{evaluation.dense_loss:.6f} nats (float64 logits)"),
         ("difference", f"{evaluation.loss - evaluation.dense_loss:+.2e} nats"),
         *_speed_and_memory(records),
-        ("memory of the head, forward and backward", _describe_memory(evaluation.memory)),
+        ("memory of the head, forward and backward", str(evaluation.memory)),
         ("the same with dense logits", _describe_dense_memory(evaluation, config)),
     ]
-    tail_masses = [record["tail_mass"] for record in records if "tail_mass" in record]
-    if tail_masses:
+    if tail_masses := _logged(records, "tail_mass"):
         rows.append(("tail mass, last logged", f"{tail_masses[-1]:.2e}"))
-    screened = [record["screened"] for record in records if "screened" in record]
-    if screened:
-        rows.append(("logged steps whose logits were screened", _share(screened)))
+    if screened := _logged(records, "screened"):
+        share = f"{sum(screened)} of {len(screened)}"
+        rows.append(("logged steps whose logits were screened", share))
     return rows
-
-
-def _share(flags: Sequence[bool]) -> str:
-    return f"{sum(flags)} of {len(flags)}"
-
-
-def _describe_memory(memory: Memory) -> str:
-    text = f"{format_bytes(memory.peak_bytes)} a rank, measured"
-    if memory.largest_numel is not None:
-        text += f"; largest tensor {memory.largest_numel:,} numbers"
-    return text
 
 
 def _describe_dense_memory(evaluation: Evaluation, config: TrainConfig) -> str:
     vocab_size = config.data.vocab_size
     shape = f"[{evaluation.tokens_here}, {vocab_size}]"
     if evaluation.dense_memory is not None:
-        return _describe_memory(evaluation.dense_memory) + f" with logits {shape}"
+        return f"{evaluation.dense_memory} with logits {shape}"
     # A dense head needs at least fp32 logits and the logits' gradient.
     num_bytes = 2 * 4 * evaluation.tokens_here * vocab_size
     return f"{format_bytes(num_bytes)} a rank, computed: fp32 logits {shape} and their gradient"
 
 
-def _comparison_rows(
-    records: list[dict[str, Any]], dense_records: list[dict[str, Any]]
-) -> list[tuple[str, str]]:
-    pairs = list(zip(records, dense_records, strict=False))
-    worst = max(pairs, key=lambda pair: abs(pair[0]["loss"] - pair[1]["loss"]))
-    difference = abs(worst[0]["loss"] - worst[1]["loss"])
+def _comparison_rows(records: Records, dense_records: Records) -> Rows:
+    pairs = zip(records, dense_records, strict=False)
+    worst, step = max((abs(a["loss"] - b["loss"]), -a["step"]) for a, b in pairs)
     return [
         ("dense final loss", f"{dense_records[-1]['loss']:.4f} nats"),
-        ("largest difference of the curves", f"{difference:.2e} nats in step {worst[0]['step']}"),
+        ("largest difference of the curves", f"{worst:.2e} nats in step {-step}"),
         *((f"dense {name}", value) for name, value in _speed_and_memory(dense_records)),
     ]
 
 
-def _speed_and_memory(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _speed_and_memory(records: Records) -> Rows:
     # The median leaves out the first steps, which include warm-up.
     rates = sorted(record["tokens_per_s"] for record in records)
     peak = max(record["peak_memory"] for record in records)
@@ -202,11 +271,14 @@ def _speed_and_memory(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
         ("tokens/s, median step", f"{rates[len(rates) // 2]:,.0f}"),
         ("peak memory of training", f"{format_bytes(peak)} on the rank with the most"),
     ]
-    places = [record["peak_memory_of_pp"] for record in records if "peak_memory_of_pp" in record]
-    if places:
+    if places := _logged(records, "peak_memory_of_pp"):
         largest = [format_bytes(max(values)) for values in zip(*places, strict=True)]
         rows.append(("peak memory by pipeline rank", ", ".join(largest)))
     return rows
+
+
+def _logged(records: Records, name: str) -> list[Any]:
+    return [record[name] for record in records if name in record]
 
 
 def describe_ranks(job: Job) -> str:
@@ -215,18 +287,14 @@ def describe_ranks(job: Job) -> str:
     return f"dp {ranks.dp}{' (fsdp)' if job.config.parallel.fsdp else ''}{pipeline}, tp {ranks.tp}"
 
 
-def _table(rows: list[tuple[str, str]]) -> list[str]:
+def _table(rows: Rows) -> list[str]:
     return ["| what | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
 
 
-def plot_losses(
-    path: Path, name: str, records: list[dict[str, Any]], dense_records: list[dict[str, Any]]
-) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def plot_losses(path: Path, name: str, records: Records, dense_records: Records) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for label, curve, style in (("cce_dist", records, "-"), ("dense", dense_records, "--")):
         if curve:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from .place import COUNTED, Seen, SeenPlace
@@ -21,7 +21,7 @@ class Beat:
 
     Args:
         number: the beat's number, which tells it from the rank's last beat.
-        step, phase, counts: see `Seen`.
+        seen: the rank's place.
         kin: see `Heartbeat`.
         file: the descriptor of the file behind the rank's `Place`; None: the system has no such
             files.
@@ -31,9 +31,7 @@ class Beat:
     """
 
     number: int
-    step: int
-    phase: str
-    counts: Sequence[int]
+    seen: Seen
     kin: int
     pid: int
     host: str
@@ -44,7 +42,8 @@ class Beat:
 
     @classmethod
     def from_json(cls, text: bytes) -> Beat:
-        return cls(**json.loads(text))
+        values = json.loads(text)
+        return cls(**{**values, "seen": Seen(**values["seen"])})
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -90,7 +89,7 @@ class Peer:
 
     @property
     def is_leaving(self) -> bool:
-        is_finished = self.beat is not None and self.beat.phase == FINISHED
+        is_finished = self.beat is not None and self.beat.seen.phase == FINISHED
         return is_finished or self.has_given_reason or bool(self.blames)
 
     @property
@@ -100,9 +99,7 @@ class Peer:
     @property
     def place_in_beat(self) -> Seen:
         """The rank's place by its newest beat."""
-        if self.beat is None:
-            return NOWHERE
-        return Seen(self.beat.step, self.beat.phase, self.beat.counts)
+        return NOWHERE if self.beat is None else self.beat.seen
 
     @property
     def seen(self) -> Seen:

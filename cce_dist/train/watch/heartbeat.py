@@ -55,6 +55,7 @@ class Heartbeat:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.timeout_s = timeout_s
         self.interval_s = min(INTERVAL_S, timeout_s / 8)
+        self.grace_s = GRACE_INTERVALS * self.interval_s
         self.stopping, self.kin, self.in_order = stopping, kin, in_order
         self.is_launchers_store = ranks.launch.agent_store
         self.place = Place()
@@ -68,34 +69,17 @@ class Heartbeat:
         self.closed = threading.Event()
         self._reporting = threading.Lock()
         self._answered_at = time.monotonic()
-        self._skipped_since: float | None = None
-        self._error_since: float | None = None
+        self._since: dict[str, float] = {}
         self._send_beat()
         self.threads = [
             threading.Thread(target=target, name=f"heartbeat {target.__name__}", daemon=True)
             for target in (self._beat_and_watch, self._guard_store)
         ]
 
-    @property
-    def step(self) -> int:
-        return self.place.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.place.step = step
-
-    @property
-    def phase(self) -> str:
-        return self.place.phase
-
-    @phase.setter
-    def phase(self, phase: str) -> None:
-        self.place.phase = phase
-
     def start(self) -> None:
         """Starts the threads; all ranks call this at the same time."""
         # Wait for each rank's first beat: the death of a rank without a beat is not recognised.
-        deadline = time.monotonic() + GRACE_INTERVALS * self.interval_s
+        deadline = time.monotonic() + self.grace_s
         while not all(peer.beat for peer in self.peers.values()) and time.monotonic() < deadline:
             self._read_beats()
         self._answered_at = time.monotonic()
@@ -104,7 +88,7 @@ class Heartbeat:
 
     def close(self) -> None:
         """Tells the others that this rank has finished, so that it does not look dead."""
-        self.phase = FINISHED
+        self.place.phase = FINISHED
         self.closed.set()
         for thread in self.threads:
             thread.join()
@@ -132,7 +116,7 @@ class Heartbeat:
             self._leave(message, [])
             # Report this failure even if another rank has reported: the two may differ.
             return message
-        time.sleep(GRACE_INTERVALS * self.interval_s)
+        time.sleep(self.grace_s)
         # Only one thread reports; the other blocks here for ever.
         self._reporting.acquire()
         if any(peer.has_given_reason for peer in self.peers.values()):
@@ -227,20 +211,20 @@ class Heartbeat:
                 self._answered_at = time.monotonic()
             except dist.DistError as error:
                 # Rank 0 may have held the store and have finished, which is no failure.
-                if self.closed.is_set() or self.phase == "leaving":
+                if self.closed.is_set() or self.place.phase == "leaving":
                     return
                 self._die(lambda error=error: self._describe_lost_store(first_line(error)))
             lost_peers = {rank: peer for rank, peer in lost_peers.items() if not peer.is_leaving}
             if lost_peers:
                 self._die(lambda lost_peers=lost_peers: self._blame(lost_peers))
             self._follow_leaving_peers()
-            self._watch_for_skips()
+            if self._lasts("skip", self._find_skipped() is not None):
+                self._die(lambda: self._leave(self._find_skipped() or "a rank has skipped", []))
             self._watch_threads()
 
     def _follow_leaving_peers(self) -> None:
         """Ends this process some time after a rank has left for a failure or a lost rank."""
-        grace_s = GRACE_INTERVALS * self.interval_s
-        if any(peer.has_given_reason and peer.age > grace_s for peer in self.peers.values()):
+        if any(peer.has_given_reason and peer.age > self.grace_s for peer in self.peers.values()):
             self._die(lambda: None)
         if any(peer.blames and peer.age > self.timeout_s for peer in self.peers.values()):
             blamed = {rank: peer.blames for rank, peer in self.peers.items() if peer.blames}
@@ -256,33 +240,29 @@ class Heartbeat:
         """Seconds of silence after which a rank counts as lost."""
         return min(STOPPING_TIMEOUT_S, self.timeout_s) if self.stopping() else self.timeout_s
 
-    def _watch_for_skips(self) -> None:
-        if self._find_skipped() is None:
-            self._skipped_since = None
-        elif self._skipped_since is None:
-            self._skipped_since = time.monotonic()
-        elif time.monotonic() - self._skipped_since > GRACE_INTERVALS * self.interval_s:
-            self._die(lambda: self._leave(self._find_skipped() or "a rank has skipped", []))
-
     def _watch_threads(self) -> None:
         """Watches this rank's threads for a failure.
 
         The main thread may wait for ranks that wait for a failed thread of this rank.
         """
         error = self.place.thread_error
-        if error is None or self.comes_from_lost_peer(error):
-            self._error_since = None
-        elif self._error_since is None:
-            self._error_since = time.monotonic()
-        elif time.monotonic() - self._error_since > GRACE_INTERVALS * self.interval_s:
+        is_own = error is not None and not self.comes_from_lost_peer(error)
+        if self._lasts("error", is_own) and error is not None:
             say_traceback(error)
             self._die(lambda: self.explain(error))
+
+    def _lasts(self, name: str, is_so: bool) -> bool:
+        """Tells whether a symptom has been there for the time of grace."""
+        if not is_so:
+            self._since.pop(name, None)
+            return False
+        return time.monotonic() - self._since.setdefault(name, time.monotonic()) > self.grace_s
 
     def _guard_store(self) -> None:
         """Ends this process if the store stops answering, in which `_beat_and_watch` waits."""
         while not self.closed.wait(self.interval_s):
             silence_s = time.monotonic() - self._answered_at
-            if silence_s > self.timeout_s + GRACE_INTERVALS * self.interval_s:
+            if silence_s > self.timeout_s + self.grace_s:
                 text = f"no answer for {silence_s:.0f} s"
                 self._die(lambda text=text: self._describe_lost_store(text))
 
@@ -303,12 +283,9 @@ class Heartbeat:
 
     def _send_beat(self) -> None:
         self.number += 1
-        seen = self.place.seen
         beat = Beat(
             number=self.number,
-            step=seen.step,
-            phase=seen.phase,
-            counts=seen.counts,
+            seen=self.place.seen,
             kin=self.kin,
             pid=os.getpid(),
             host=socket.gethostname(),

@@ -56,7 +56,7 @@ def run_watched(
         heartbeat.start()
         with watched_by(heartbeat.place):
             work(config, ranks, heartbeat, stop)
-        heartbeat.phase = "leaving"
+        heartbeat.place.phase = "leaving"
         wait_for_all(ranks.device)
     except JobError as error:
         if heartbeat is not None:
