@@ -16,7 +16,7 @@ from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import Marks, keep
 from cce_dist.backends.triton.forward.largest import largest
-from cce_dist.backends.triton.grads import backward
+from cce_dist.backends.triton.grads import backward, scale
 from cce_dist.backends.triton.launch.replay import Replayed
 from cce_dist.backends.triton.screened.quantize import quantize_for
 from cce_dist.backends.triton.stats import forward
@@ -52,11 +52,13 @@ class TritonBackend:
         counts_on_device=True,
         orders_tokens=True,
         chooses_in_forward=True,
-        in_forward_by_chunks=False,
+        in_forward_filters=True,
+        narrow_logits=True,
     )
     merge_kernels = KERNELS
 
     keep = staticmethod(keep)
+    scale = staticmethod(scale)
     largest = staticmethod(largest)
     scores_like = staticmethod(Marks.like)
     warm_up = staticmethod(warm_up)
@@ -90,3 +92,6 @@ class TritonBackend:
             assert request.filter is not None
             return ListedLogits(request.filter.draws and backward.hidden is not None)
         return KeptLogits.make(head.weight, num_tokens, request.room.workspace_bytes, spare)
+
+    def store_for_chunk(self, head: Head, num_tokens: int) -> KeptLogits:
+        return KeptLogits.make_for_chunk(head.weight, num_tokens)

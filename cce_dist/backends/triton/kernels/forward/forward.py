@@ -23,6 +23,8 @@ PROBE = tl.constexpr(0)
 FIRST = tl.constexpr(1)
 LAST = tl.constexpr(4)
 ALONE = tl.constexpr(9)
+# The launch that keeps the logits of all columns. It follows PROBE, and so reads PROBE's slot.
+AFTER_PROBE = tl.constexpr(6)
 # States in memory: those of PROBE to LAST, which `shares.py` reads.
 SLOTS = tl.constexpr(5)
 # Splits whose sums a program reads at a time.
@@ -160,7 +162,7 @@ def start_state(
         if not HAS_LOGITS:
             highest = tl.maximum(highest, ref)
         # PROBE's sums were for references alone.
-        goes_on = (launch > FIRST) & counts
+        goes_on = (launch > FIRST) & (launch != AFTER_PROBE) & counts
         earlier = tl.load(before_ptrs + split_offset + size, mask=goes_on, other=0.0)
         if HAS_SCORE:
             earlier_dropped = tl.load(
