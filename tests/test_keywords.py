@@ -36,8 +36,9 @@ IN_PLACE_OF_OTHERS = {
     "cce_dist/testing/interpreter/speed_up.py": {"launch_quietly", "call"},
     "megatron_patch/deferred.py": {"max", "argmax"},
     "megatron_patch/pipeline/over_pipeline.py": {"schedule", "init"},
-    "megatron_patch/quantized.py": {"schedule"},
+    "megatron_patch/quantized.py": {"_as_one_step"},
     "megatron_patch/replaced.py": {"_head_call"},
+    "megatron_patch/replacements.py": {"ours"},
     "megatron_patch/pipeline/rows.py": {"sharded_state_dict"},
     "megatron_patch/pipeline/tied.py": {"__call__"},
 }
