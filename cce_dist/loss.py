@@ -89,8 +89,9 @@ def linear_cross_entropy(
             max(T - shift, 0). token_weight is shifted with targets.
         gradient: "filtered" computes the columns that matter and keeps the mass of the others
             (`filter`). "exact" computes every column. "in_forward" computes the gradients in the
-            forward, and needs a scalar loss: backend "triton" filters; backend "torch" computes
-            every column, saves one matrix product, and filters with screened logits alone.
+            forward, and needs a scalar loss. With filter=Filter(keep=0), and on backend "torch"
+            with full logits, it computes every column in three products where "exact" takes four,
+            in a quarter of the memory of all logits; else it filters.
         logits: "screened" computes all logits in 8 bits, then the logits of columns that the filter
             keeps once more in full, for the loss too: docs/design/screened.md. It needs
             16-bit hidden and gradient="filtered" or "in_forward". Backend "torch" has it as a
@@ -107,7 +108,9 @@ def linear_cross_entropy(
         workspace_bytes: bound of the logits and their temporaries in memory at once; at least
             one tile of 128 tokens. None: 64 MiB, and 8 KiB more for each token beyond 8,192, so
             that the time of a token stays the same. With logits="screened" 17 KiB a token if that
-            is more, but at most the size of the weight's 8-bit copy, which is freed first.
+            is more, but at most the size of the weight's 8-bit copy, which is freed first. Backend
+            "triton" with "in_forward" of every column: the logits of a fifth of the tokens, if that
+            is more.
         keep_logits: on a GPU, keep logits from the forward to the backward, which saves time. With
             gradient="exact" logits of as many columns as fit the workspace stay, in 16 bits (fp32
             for fp32 inputs), and the forward allocates the weight's gradient; None: False. With
@@ -125,7 +128,7 @@ def linear_cross_entropy(
         RuntimeError: a backward through lse or entropy with gradient="in_forward".
     Collectives on `group`, bytes a rank (float64: twice as many):
         Forward: one all-gather of 8 N + 32, and 4 N more for label smoothing, 4 N for entropy, 8 N
-        for correct, 16 N for moments (backend "torch" with "in_forward": one a chunk of tokens).
+        for correct, 16 N for moments ("in_forward" of every column: one a chunk of tokens).
         tail_mass adds one of 4 N. Before them come four of 4 N if backend "triton" filters, one if
         "torch" screens, and on the CPU one of 40 bytes for the sizes.
         Backward: one all-reduce of [N, D] fp32; or for 16-bit hidden, if W divides N, a

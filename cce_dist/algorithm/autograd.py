@@ -276,11 +276,11 @@ class InForwardGrads:
     bias: Tensor | None  # [num_classes] in the accumulation dtype
     weight: Tensor | None  # [V_local, D] as weight, or [num_classes, D] in the accumulation dtype
 
-    def scale(self, upstream: Tensor) -> None:
+    def scale(self, upstream: Tensor, multiply: Callable[[Tensor, Tensor], None]) -> None:
         """Scales in place: there is room for one weight gradient, not for two."""
         for grad in (self.hidden, self.bias, self.weight):
             if grad is not None:
-                grad.mul_(upstream)
+                multiply(grad, upstream)
 
 
 class InForward(torch.autograd.Function):
@@ -337,8 +337,8 @@ class InForward(torch.autograd.Function):
         grad_weight = rows = None
         if ctx.needs_input_grad[1]:
             classes = head.weight.shape[0]
-            wide = call.plan.by_chunks or call.grad_weight_into is not None
-            if wide or not in_forward.holds_unscaled_gradients(weight.dtype):
+            narrow = in_forward.holds_sum(weight.dtype, len(tokens), call.plan)
+            if call.grad_weight_into is not None or not narrow:
                 grad_weight = rows = torch.empty_like(
                     head.weight,
                     dtype=loss.dtype,
@@ -382,7 +382,7 @@ class InForward(torch.autograd.Function):
             return None, None, None, None, None
         if computed is None:
             computed, *_ = InForward._compute(ctx, call, hidden, weight, bias)
-        computed.scale(upstream)
+        computed.scale(upstream, call.plan.backend.scale)
         grad_hidden = None if computed.hidden is None else computed.hidden.to(hidden.dtype)
         grad_weight = computed.weight
         if grad_weight is not None and (

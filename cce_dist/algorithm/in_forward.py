@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cce_dist.algorithm import sharded
 from cce_dist.algorithm.plan import Plan
-from cce_dist.backends.protocol import BackwardRequest, WeightGrad
+from cce_dist.backends.protocol import BackwardRequest, Room, WeightGrad
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, LocalGrads, Tokens, Upstream, accumulate_dtype
 from cce_dist.options import TOKEN_BLOCK
 from cce_dist.ranks.hidden_sum import SumOverRanks
 from cce_dist.ranks.transport import group_size
+
+# The most additions that the weight's gradient takes in 16 bits. Each rounds the sum so far; beyond
+# them that would be more than the rounding of a dense loss: docs/design/loss.md#in_forward.
+MOST_ROUNDINGS = 12
 
 
 def grads_in_forward(
@@ -24,15 +29,15 @@ def grads_in_forward(
     upstream_of: Callable[[Stats, slice], Upstream],
     *,
     hidden: bool,  # whether its gradient is needed; so with bias
-    weight: Tensor | None,  # [V_local, D] memory for its gradient; None: not needed
+    weight: Tensor | None,  # [V_local, D] memory for its gradient, written; None: not needed
     bias: bool,
     tail_mass: bool,  # whether to return it
 ) -> tuple[LocalGrads, Tensor | None]:
     """Takes all four steps, for an upstream gradient of 1.
 
     `Plan.by_chunks` decides between two ways. A chunk of tokens keeps its logits, so every column
-    takes three matrix products instead of four; the weight's gradient has the accumulation dtype.
-    Otherwise all tokens are one chunk, and its columns are filtered.
+    takes three matrix products instead of four. Otherwise all tokens are one chunk, and its columns
+    are filtered.
 
     Args: upstream_of: returns the upstream gradient of a slice of tokens, from their merged
         statistics.
@@ -42,9 +47,8 @@ def grads_in_forward(
     Collectives: those of `sharded.forward` for each chunk, those of step 4 once, and those of
         `Plan.tail_mass`.
     """
-    into = None if weight is None else WeightGrad(weight, accumulate=plan.by_chunks)
     if plan.by_chunks:
-        grads = _grads_by_chunks(tokens, head, plan, upstream_of, hidden, into, bias)
+        grads = _grads_by_chunks(tokens, head, plan, upstream_of, hidden, weight, bias)
         dtype = accumulate_dtype(head.weight.dtype)
         nothing = head.weight.new_zeros(len(tokens), dtype=dtype)
         return grads, nothing if tail_mass else None
@@ -64,7 +68,7 @@ def grads_in_forward(
         upstream_of(stats, slice(0, len(tokens))),
         kept=kept,
         hidden=hidden,
-        weight=into,
+        weight=None if weight is None else WeightGrad(weight, accumulate=False),
         bias=bias,
         store=store,
         in_fp32=in_fp32,
@@ -78,63 +82,114 @@ def holds_unscaled_gradients(dtype: torch.dtype) -> bool:
     return dtype != torch.float16
 
 
+def holds_sum(dtype: torch.dtype, num_tokens: int, plan: Plan) -> bool:
+    """Tells whether the weight's gradient, for an upstream gradient of 1, waits for the backward in
+    the weight's dtype; otherwise it does so in the accumulation dtype."""
+    if not holds_unscaled_gradients(dtype):
+        return False
+    if not plan.by_chunks:
+        return True
+    num_chunks = -(-num_tokens // chunk_tokens(num_tokens, plan, dtype))
+    return plan.backend.traits.narrow_logits and num_chunks <= MOST_ROUNDINGS
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The gradients of all chunks; None where not needed."""
+
+    hidden: Tensor | None  # [N, D] of the computed tokens
+    weight: Tensor | None  # [V_local, D]
+    bias: Tensor | None  # [V_local] in the accumulation dtype
+
+
 def _grads_by_chunks(
     tokens: Tokens,
     head: Head,
     plan: Plan,
     upstream_of: Callable[[Stats, slice], Upstream],
     needs_hidden: bool,
-    into: WeightGrad | None,
+    grad_weight: Tensor | None,
     needs_bias: bool,
 ) -> LocalGrads:
     """Takes steps 1 to 3 for each chunk of tokens, whose logits stay in memory from step 1 to step
     3, and then step 4 once for all tokens."""
-    weight = head.weight
-    dtype = accumulate_dtype(weight.dtype)
-    size = chunk_tokens(len(tokens), plan)
-    buffer = weight.new_empty((min(size, len(tokens)), weight.shape[0]), dtype=dtype)
-    hidden = weight.new_empty((len(tokens), weight.shape[1]), dtype=dtype) if needs_hidden else None
-    bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs_bias else None
-    if into is not None:
-        into.rows.zero_()
+    weight, num_tokens = head.weight, len(tokens)
+    wide = dtype = accumulate_dtype(weight.dtype)
+    if plan.backend.traits.narrow_logits and holds_unscaled_gradients(weight.dtype):
+        dtype = weight.dtype
+    total = plan.hidden_sum(tokens, dtype)
+    hidden = bias = None
+    if needs_hidden:
+        # Ranks add up what is not rounded yet.
+        kept = dtype if total.is_local else wide
+        hidden = weight.new_empty((num_tokens, weight.shape[1]), dtype=kept)
+    if needs_bias:
+        bias = weight.new_zeros(weight.shape[0], dtype=wide)
+    sums, room = _Sums(hidden, grad_weight, bias), plan.room(tokens, head)
+    size = chunk_tokens(num_tokens, plan, weight.dtype)
     # Without tokens there is one empty chunk, which gives statistics and gradients their shapes.
-    for start in range(0, max(len(tokens), 1), size):
-        at = slice(start, min(start + size, len(tokens)))
-        chunk = tokens.alone(at.start, at.stop)
-        store = buffer[: len(chunk)]
-        stats, _ = sharded.forward(chunk, head, plan, score=False, store=store)
-        local_sum = None
-        if needs_hidden:
-            # Step 4 follows once, over all chunks.
-            local_sum = SumOverRanks(None, scatter=False, num_rows=len(chunk), dtype=dtype)
-        request = BackwardRequest(
-            stats=stats,
-            upstream=upstream_of(stats, at),
-            kept=None,
-            hidden=local_sum,
-            weight=into,
-            bias=needs_bias,
-            store=store,
-            room=plan.room(tokens, head),
-        )
-        grads = plan.backend.backward(chunk, head, request)
-        if hidden is not None and grads.hidden is not None:
-            hidden[at] = grads.hidden
-        if bias is not None and grads.bias is not None:
-            bias += grads.bias
+    for start in range(0, max(num_tokens, 1), size):
+        at = slice(start, min(start + size, num_tokens))
+        _add_chunk(sums, tokens, at, head, plan, upstream_of, room)
     if hidden is not None:
-        hidden = plan.hidden_sum(tokens, dtype).of_tokens(hidden, tokens.rows)
+        hidden = total.of_tokens(hidden, tokens.rows)
     return LocalGrads(hidden, bias)
 
 
-def chunk_tokens(num_tokens: int, plan: Plan) -> int:
+def _add_chunk(
+    sums: _Sums,
+    tokens: Tokens,
+    at: slice,
+    head: Head,
+    plan: Plan,
+    upstream_of: Callable[[Stats, slice], Upstream],
+    room: Room,
+) -> None:
+    """Takes steps 1 to 3 of the tokens `at`. What it allocates is freed when it returns: the next
+    chunk's logits take that memory."""
+    chunk, weight, local_sum = tokens.alone(at.start, at.stop), None, None
+    if sums.weight is not None:
+        weight = WeightGrad(sums.weight, accumulate=at.start > 0)
+    if sums.hidden is not None:
+        # Step 4 follows once, over all chunks.
+        wide = accumulate_dtype(head.weight.dtype)
+        local_sum = SumOverRanks(None, scatter=False, num_rows=len(chunk), dtype=wide)
+    store = plan.backend.store_for_chunk(head, len(chunk))
+    stats, _ = sharded.forward(chunk, head, plan, score=False, store=store)
+    request = BackwardRequest(
+        stats=stats,
+        upstream=sharded.of_logits(upstream_of(stats, at), chunk, plan),
+        kept=None,
+        hidden=local_sum,
+        weight=weight,
+        bias=sums.bias is not None,
+        store=store,
+        room=room,
+    )
+    grads = plan.backend.backward(chunk, head, request)
+    if sums.hidden is not None and grads.hidden is not None:
+        sums.hidden[at] = grads.hidden
+    if sums.bias is not None and grads.bias is not None:
+        sums.bias.add_(grads.bias)
+
+
+def chunk_tokens(num_tokens: int, plan: Plan, dtype: torch.dtype) -> int:
     """Returns the number of tokens in a chunk: a multiple of TOKEN_BLOCK.
 
     It follows from numbers that all ranks share, so ranks agree on it. The logits of a chunk,
-    [chunk, V_local], are in memory at once: a chunk has at most a quarter of the tokens.
+    [chunk, V_local], are in memory at once: by default those of a fifth of the tokens, or what fits
+    the workspace if that is more. Wide logits take the workspace, and a quarter at most.
     """
     columns = -(-plan.shard.vocab_size // group_size(plan.group))
-    room = plan.options.workspace_for(num_tokens)
-    by_memory = room // (4 * columns) // TOKEN_BLOCK * TOKEN_BLOCK
-    quarter = -(-num_tokens // (4 * TOKEN_BLOCK)) * TOKEN_BLOCK
-    return max(TOKEN_BLOCK, min(by_memory, quarter))
+    options, narrow = plan.options, plan.backend.traits.narrow_logits
+    logit_bytes = dtype.itemsize if narrow else 4
+    most = options.workspace_for(num_tokens) // (logit_bytes * columns * TOKEN_BLOCK)
+    if not narrow:
+        most = min(most, -(-num_tokens // (4 * TOKEN_BLOCK)))
+    elif options.workspace_bytes is None:
+        # With its other tensors such a chunk takes a quarter of the memory of dense logits.
+        most = max(most, -(-num_tokens // (5 * TOKEN_BLOCK)))
+    # Chunks of one size: a small last one would take the time of a larger one.
+    blocks = -(-num_tokens // TOKEN_BLOCK)
+    num_chunks = max(1, -(-blocks // max(1, most)))
+    return max(1, -(-blocks // num_chunks)) * TOKEN_BLOCK

@@ -54,12 +54,17 @@ class Plan:
         """Tells whether gradient="in_forward" computes one chunk of tokens after another. A chunk's
         logits stay in memory, so leaving columns out would save nothing."""
         options = self.options
-        is_full = options.gradient == "in_forward" and options.logits == "full"
-        return is_full and self.backend.traits.in_forward_by_chunks
+        if options.gradient != "in_forward" or options.logits != "full":
+            return False
+        return not (self._may_filter and self.backend.traits.in_forward_filters)
+
+    @property
+    def _may_filter(self) -> bool:
+        return self.options.filters and self.threshold > 0
 
     @functools.cached_property
     def filters(self) -> bool:
-        return self.options.filters and self.threshold > 0 and not self.by_chunks
+        return self._may_filter and not self.by_chunks
 
     @functools.cached_property
     def screen(self) -> Screen | None:

@@ -77,12 +77,7 @@ def backward(
 
     Collectives: those of `reduce_grad_hidden`; under sequence parallel hidden is gathered first.
     """
-    if plan.shard.vocab_size == 1 and upstream.nll is not None:
-        # One class has probability 1: a difference of two roundings is no gradient.
-        upstream = replace(upstream, nll=0 * upstream.nll)
-    if tokens.scale is not None:
-        # The chain rule: a token's logits are multiplied by its scale.
-        upstream = upstream.scaled(tokens.scale)
+    upstream = of_logits(upstream, tokens, plan)
     dtype = torch.float32 if in_fp32 else tokens.hidden.dtype
     request = BackwardRequest(
         stats=stats,
@@ -96,3 +91,12 @@ def backward(
         room=plan.room(tokens, head),
     )
     return plan.backend.backward(tokens, head, request)
+
+
+def of_logits(upstream: Upstream, tokens: Tokens, plan: Plan) -> Upstream:
+    """Returns the loss's gradient by the statistics of logits without a token's scale."""
+    if plan.shard.vocab_size == 1 and upstream.nll is not None:
+        # One class has probability 1: a difference of two roundings is no gradient.
+        upstream = replace(upstream, nll=0 * upstream.nll)
+    # The chain rule: a token's logits are multiplied by its scale.
+    return upstream if tokens.scale is None else upstream.scaled(tokens.scale)

@@ -35,7 +35,8 @@ class EmptyShard(TorchBackend):
         counts_on_device=True,
         orders_tokens=False,
         chooses_in_forward=True,
-        in_forward_by_chunks=False,
+        in_forward_filters=True,
+        narrow_logits=True,
     )
     merge_kernels = KERNELS
 

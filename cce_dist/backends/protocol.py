@@ -146,7 +146,10 @@ class Traits:
     counts_on_device: bool  # Tokens.count is a tensor, and the host never waits for it
     orders_tokens: bool  # blocks hold similar tokens, so the default filter keeps fewer columns
     chooses_in_forward: bool  # chooses columns by all ranks' bounds, before lse is known
-    in_forward_by_chunks: bool  # gradient="in_forward" keeps a chunk's logits, and never filters
+    in_forward_filters: bool  # gradient="in_forward" leaves columns out, if the options say so
+    # A chunk's logits have as many bytes as the weight's elements, and the weight's gradient may
+    # add up in the weight's dtype; otherwise both take the accumulation dtype.
+    narrow_logits: bool
 
 
 class Backend(Protocol):
@@ -186,6 +189,10 @@ class Backend(Protocol):
         """Computes the gradients. Calls `tokens.fill` before it reads hidden."""
         ...
 
+    def scale(self, grad: Tensor, factor: Tensor) -> None:
+        """Multiplies a contiguous gradient in place by a number, [], on its device."""
+        ...
+
     def largest(self, tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
         """Returns each token's largest logit and the first column that has it, int64, [N] each."""
         ...
@@ -202,6 +209,10 @@ class Backend(Protocol):
 
         Args: spare: the weight's gradient, [V_local, D], which nobody reads before the backward.
         """
+        ...
+
+    def store_for_chunk(self, head: Head, num_tokens: int) -> LogitStore:
+        """Makes memory for every logit of a chunk of tokens: gradient="in_forward"."""
         ...
 
     def scores_like(self, num_tokens: int, num_columns: int, weight: Tensor) -> Scores | None:

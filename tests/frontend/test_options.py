@@ -122,7 +122,7 @@ def test_the_workspace_grows_with_the_tokens_unless_it_is_given(
 def test_the_workspace_of_screened_logits(
     options: dict[str, Any], num_tokens: int, columns: int, expected: int
 ) -> None:
-    backend: Any = SimpleNamespace(traits=SimpleNamespace(in_forward_by_chunks=False))
+    backend: Any = SimpleNamespace(traits=SimpleNamespace(in_forward_filters=True))
     made: Any = LossOptions(**options), None, None, backend, None, 1.0
     head: Any = SimpleNamespace(weight=torch.empty(columns, 1024, device="meta"))
     assert Plan(*made).workspace_bytes(num_tokens, head) == expected

@@ -90,7 +90,9 @@ def test_linear_cross_entropy_never_holds_the_logits_by_triton(
     options = {**options, "gradient": gradient, "workspace_bytes": 2**18}
     largest, _ = largest_tensor(None, Case(inputs, options).at(place))
     logits = num_tokens * num_classes
-    assert largest <= logits // 8, f"{largest} elements of {logits}"
+    # Of so few classes in_forward computes all columns, of 128 tokens at a time: see above.
+    bound = logits // (4 if gradient == "in_forward" else 8)
+    assert largest <= bound, f"{largest} elements of {logits}"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from cce_dist.backends.torch.filter import ColumnMask, ColumnMasses, keep_column
 from cce_dist.backends.torch.pick import pick
 from cce_dist.backends.torch.screened import screened_statistics
 from cce_dist.core.stats import Stats
-from cce_dist.core.types import Head, LocalGrads, Picked, Tokens
+from cce_dist.core.types import Head, LocalGrads, Picked, Tokens, accumulate_dtype
 from cce_dist.vocab_shard import VocabShard
 
 
@@ -36,7 +36,8 @@ class TorchBackend:
         counts_on_device=False,
         orders_tokens=False,
         chooses_in_forward=False,
-        in_forward_by_chunks=True,
+        in_forward_filters=False,
+        narrow_logits=False,
     )
     merge_kernels = None
 
@@ -68,6 +69,9 @@ class TorchBackend:
             hidden = request.hidden.of_tokens(hidden, tokens.rows)
         return LocalGrads(hidden, bias)
 
+    def scale(self, grad: Tensor, factor: Tensor) -> None:
+        grad.mul_(factor)
+
     def largest(self, tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
         return torch_forward.largest(tokens, head, room)
 
@@ -80,6 +84,11 @@ class TorchBackend:
         spare: Tensor | None,
     ) -> None:
         return None
+
+    def store_for_chunk(self, head: Head, num_tokens: int) -> Tensor:
+        weight = head.weight
+        dtype = accumulate_dtype(weight.dtype)
+        return weight.new_empty((num_tokens, weight.shape[0]), dtype=dtype)
 
     def scores_like(self, num_tokens: int, num_columns: int, weight: Tensor) -> None:
         return None

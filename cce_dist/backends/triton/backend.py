@@ -9,7 +9,7 @@ from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import Marks, keep
 from cce_dist.backends.triton.forward.largest import largest
-from cce_dist.backends.triton.grads import backward
+from cce_dist.backends.triton.grads import backward, scale
 from cce_dist.backends.triton.stats import forward
 from cce_dist.backends.triton.tokens.merge import KERNELS
 from cce_dist.backends.triton.tokens.pick import pick_on_device
@@ -24,7 +24,8 @@ class TritonBackend:
         counts_on_device=True,
         orders_tokens=True,
         chooses_in_forward=True,
-        in_forward_by_chunks=False,
+        in_forward_filters=True,
+        narrow_logits=True,
     )
     merge_kernels = KERNELS
 
@@ -32,6 +33,7 @@ class TritonBackend:
     forward = staticmethod(forward)
     keep = staticmethod(keep)
     backward = staticmethod(backward)
+    scale = staticmethod(scale)
     largest = staticmethod(largest)
     scores_like = staticmethod(Marks.like)
     warm_up = staticmethod(warm_up)
@@ -48,3 +50,6 @@ class TritonBackend:
             assert request.filter is not None
             return ListedLogits(request.filter.draws and backward.hidden is not None)
         return KeptLogits.make(head.weight, num_tokens, request.room.workspace_bytes, spare)
+
+    def store_for_chunk(self, head: Head, num_tokens: int) -> KeptLogits:
+        return KeptLogits.make_for_chunk(head.weight, num_tokens)

@@ -21,6 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "default": {},
     "exact": {"gradient": "exact"},
     "in_forward": {"gradient": "in_forward"},
+    "chunks": {"gradient": "in_forward", "filter": Filter(keep=0)},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -97,6 +98,7 @@ UNWAITED: dict[str, dict[str, Any]] = {
     "plain": {},
     "exact": {"gradient": "exact"},
     "in_forward": {"gradient": "in_forward"},
+    "chunks": {"gradient": "in_forward", "filter": Filter(keep=0), "label_smoothing": 0.1},
     "filtered": {"filter": Filter(keep=0.02)},
     "tail_mass": {"filter": Filter(keep=0.02), "stats": ("lse", "tail_mass")},
     "stats": {"stats": ("lse", "entropy", "correct", "logit_moments", "tail_mass")},
@@ -196,6 +198,23 @@ def test_triton_memory_is_bounded(way: str, workspace_bytes: int) -> None:
     assert peak <= bound, f"{peak / 2**20:.0f} MiB of {bound / 2**20:.0f}"
 
 
+def test_chunks_take_a_quarter_of_dense_logits() -> None:
+    num_tokens, num_classes, dim = 8192, 65_536, 1024
+    hidden = torch.randn(num_tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(num_classes, dim, device="cuda", dtype=torch.bfloat16)
+    weight = (weight / 32).requires_grad_()
+    targets = torch.randint(0, num_classes, (num_tokens,), device="cuda")
+
+    def run() -> None:
+        hidden.grad = weight.grad = None
+        linear_cross_entropy(hidden, weight, targets, **WAYS["chunks"]).backward()
+
+    run()
+    hidden.grad = weight.grad = None
+    extra = peak_bytes(run) - 2 * (weight.numel() + hidden.numel())
+    assert extra <= 2 * num_tokens * num_classes // 4, f"{extra / 2**20:.0f} MiB"
+
+
 def product64(left: Tensor, right: Tensor) -> Tensor:
     """left [n, K] @ right [K, m] in float64, for a `right` too large to hold in it."""
     pieces = zip(left.split(65_536, 1), right.split(65_536), strict=True)
@@ -221,6 +240,7 @@ LARGE: dict[str, tuple[str, int, int, int]] = {
     "513_blocks_exact": ("exact", 65_664, 300, 64),
     "more_than_2_31_logits": ("default", 70_000, 40_000, 64),
     "more_than_2_31_logits_exact": ("exact", 70_000, 40_000, 64),
+    "more_than_2_31_logits_of_a_chunk": ("chunks", 70_000, 160_000, 64),
     "more_than_2_31_elements_of_weight": ("default", 256, 530_000, 4096),
     "more_than_2_31_elements_of_hidden": ("exact", 530_000, 256, 4096),
 }

@@ -58,7 +58,7 @@ def products_of_every_column(state: BackwardState, grads: GradBuffers) -> Callab
             _dds_and_dsd(state, grads, hidden, region, queue, stage, is_first=last == 0)
             return
         for index, region in enumerate(regions):
-            _d_logits(state, hidden, region)
+            launch_d_logits(state, hidden, region)
             stage_of_chunk = stage if index == last else ALL
             is_first = index == 0
             _dds_and_dsd(
@@ -119,7 +119,11 @@ def _blocks_of_bad_ref(state: BackwardState, ref: Tensor) -> Tensor:
     return torch.cat([bad_ref, bad_ref.any(0, keepdim=True)]).int()
 
 
-def _d_logits(state: BackwardState, hidden: Tensor, region: Region) -> None:
+def launch_d_logits(state: BackwardState, hidden: Tensor, region: Region) -> None:
+    """Puts d_logits of the region's columns into its memory.
+
+    Args: hidden: [N_padded, D] packed, in the order of the blocks.
+    """
     bad_ref = None if region.ref is None else _blocks_of_bad_ref(state, region.ref)
     if bad_ref is not None:
         _launch_logits(state, hidden, region, bad_ref, has_logits=True)
@@ -173,7 +177,7 @@ def _launch_logits(
         ONLY_BAD_REF=bad_ref is not None and not has_logits, HAS_BIAS=head.bias is not None,
         HAS_SOFTCAP=head.softcap is not None, HAS_ENTROPY=state.has_entropy,
         HAS_SMOOTH=state.has_smooth, HAS_CLASS_WEIGHT=head.class_weight is not None,
-        num_warps=tiles.warps,
+        EVERY_BLOCK=state.by_torch and has_logits, num_warps=tiles.warps,
         # A tile that is stored through a descriptor takes the shared memory of a stage.
         num_stages=max(2, tiles.stages - 1),
     )  # fmt: skip

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cce_dist.backends.triton.backward.exact import products_of_every_column
 from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
+from cce_dist.backends.triton.backward.whole import products_by_torch
 from cce_dist.backends.triton.filter.lists import TILE, Lists
 from cce_dist.backends.triton.kernels.backward.after_hidden import after_hidden_kernel
 from cce_dist.backends.triton.kernels.backward.filtered import filtered_kernel
@@ -49,6 +50,8 @@ def products(
     Returns: a function that launches a stage of them: `ALL`; or first `UNTIL_HIDDEN`, then
         `AFTER_HIDDEN`.
     """
+    if state.by_torch:
+        return products_by_torch(state, grads)
     if state.lists is None:
         return products_of_every_column(state, grads)
     return _filtered_products(state, state.lists, grads, shares_device)

@@ -89,6 +89,7 @@ class BackwardState:
     per_token: TokenUpstream
     has_entropy: bool
     has_smooth: bool
+    by_torch: bool  # torch multiplies d_logits, which all lie in `logits`
     num_blocks: int
     num_tiles: int
     pieces: int  # of the columns; each has a separate hidden gradient
@@ -117,15 +118,17 @@ class BackwardState:
         num_bytes = request.room.workspace_bytes
         pieces, room = _pieces_and_room(len(tokens), weight, kept, num_bytes, splits)
         listed = store if kept is not None and isinstance(store, ListedLogits) else None
-        has_tail = kept is not None and kept.tail
+        logits = store if isinstance(store, KeptLogits) else None
+        by_torch = logits is not None and logits.by_torch
         per_token = TokenUpstream.of(
             tokens,
             head,
             request.stats,
             upstream,
-            kept.dropped_mass if kept is not None and has_tail else None,
+            kept.dropped_mass if kept is not None and kept.tail else None,
             None if kept is None else kept.marks.order,
             num_blocks,
+            by_torch=by_torch,
         )
         state = cls(
             num_tokens=len(tokens),
@@ -137,14 +140,15 @@ class BackwardState:
             count=per_token.count,
             per_token=per_token,
             has_entropy=upstream.entropy is not None,
-            has_smooth=upstream.smooth_logit is not None and head.softcap is not None,
+            has_smooth=upstream.smooth_logit is not None and per_token.mean is None,
+            by_torch=by_torch,
             num_blocks=num_blocks,
             num_tiles=triton.cdiv(weight.shape[0], TILE),
             pieces=pieces,
             room=room,
             drawn_total=request.stats.lse.new_empty(num_blocks * TOKEN_BLOCK),
             lists=None,
-            logits=store if isinstance(store, KeptLogits) else None,
+            logits=logits,
             listed=listed,
         )
         draws = kept is not None and kept.draws and request.hidden is not None
@@ -257,6 +261,8 @@ class BackwardState:
 
     def finish_hidden(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """Adds the tail to `part`, [num_rows, D] fp32. Returns it in `dtype`; in place for fp32."""
+        if self.by_torch and dtype == part.dtype:
+            return part
         dim, out = self.weight.shape[1], part
         if dtype != part.dtype:
             out = torch.empty_like(part, dtype=dtype)

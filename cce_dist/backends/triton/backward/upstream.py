@@ -42,6 +42,8 @@ class TokenUpstream:
         dropped_mass: Tensor | None,  # None: no tail
         order: Tensor | None,  # [N] of the blocks' tokens; None: the caller's
         num_blocks: int,
+        *,
+        by_torch: bool,  # torch's products follow, which take d_logits whole and undivided
     ) -> TokenUpstream:
         lse = stats.lse
         rows, count = rows_of(tokens)
@@ -49,9 +51,13 @@ class TokenUpstream:
         grads = [upstream.nll, upstream.lse, upstream.entropy, upstream.smooth_logit]
         # The gradient of a sum is an expanded scalar: its elements share one number in memory.
         grads = [None if g is None else g.to(lse.dtype).contiguous() for g in grads]
-        linear = grads[3] is not None and head.softcap is None
-        of_elements = grads[3] is not None and head.softcap is not None
-        grad_scale = _grad_scale_of(grads if of_elements else [*grads[:3], None], head, lse, count)
+        of_elements = grads[3] is not None and (head.softcap is not None or by_torch)
+        linear = grads[3] is not None and not of_elements
+        if by_torch:
+            grad_scale = lse.new_ones(1)
+        else:
+            of_grads = grads if of_elements else [*grads[:3], None]
+            grad_scale = _grad_scale_of(of_grads, head, lse, count)
 
         def new(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=lse.device)

@@ -1,4 +1,4 @@
-"""The logits that a forward keeps for `exact`'s backward."""
+"""The logits that a forward keeps for a backward of every column."""
 
 from __future__ import annotations
 
@@ -40,10 +40,17 @@ class KeptLogits:
 
     regions: tuple[Region, ...]  # the region of the last columns first
     workspace: Tensor | None  # memory of one region, which then serves the columns not kept
+    of_chunk: bool = False  # a single region has all columns, and tokens lie in hidden as they come
 
     @property
     def first_column(self) -> int:
         return self.regions[-1].first_column
+
+    @property
+    def by_torch(self) -> bool:
+        """Tells whether torch multiplies the d_logits. Those of fp16 are divided first, by a number
+        that the host would have to wait for."""
+        return self.of_chunk and self.regions[0].memory.dtype != torch.float16
 
     @property
     def ascending(self) -> tuple[Region | None, ...]:
@@ -82,6 +89,15 @@ class KeptLogits:
             stop = regions[0].first_column if regions else weight.shape[0]
             regions.append(Region(first, stop - first, workspace, refs[1]))
         return cls(tuple(regions), workspace) if regions else None
+
+    @classmethod
+    def make_for_chunk(cls, weight: Tensor, num_tokens: int) -> KeptLogits:
+        """Allots memory for all logits of a chunk of tokens."""
+        columns = tiles_for(weight).columns
+        padded = triton.cdiv(num_tokens, TOKEN_BLOCK) * TOKEN_BLOCK
+        memory = weight.new_empty(triton.cdiv(weight.shape[0], columns) * columns, padded)
+        ref = weight.new_empty(padded, dtype=torch.float32)
+        return cls((Region(0, weight.shape[0], memory, ref),), None, of_chunk=True)
 
 
 def tiles_in(num_bytes: int, weight: Tensor, padded: int) -> int:

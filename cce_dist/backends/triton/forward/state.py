@@ -32,6 +32,7 @@ from cce_dist.backends.triton.forward.operands import (
 )
 from cce_dist.backends.triton.kernels.forward.finish import finish_kernel
 from cce_dist.backends.triton.kernels.forward.forward import (
+    AFTER_PROBE,
     ALONE,
     FIRST,
     LAST,
@@ -186,6 +187,9 @@ class ForwardState:
             alone = num_programs(self.weight) == 1 and not ranks_exchange
             numbers = (ALONE.value,) if alone else range(LAST.value + 1)
             return tuple(Launch(number, 0, self.num_tiles) for number in numbers)
+        if kept.of_chunk:
+            probe = Launch(PROBE.value, 0, self.num_tiles)
+            return probe, Launch(AFTER_PROBE.value, 0, self.num_tiles, kept.regions[0])
         end = kept.first_column // columns
         # PROBE's sums give references alone, so any columns do: it takes the first ones.
         launches = [Launch(PROBE.value, 0, self.num_tiles)]

@@ -38,7 +38,7 @@ from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import keep
 from cce_dist.backends.triton.forward.largest import largest
-from cce_dist.backends.triton.grads import backward
+from cce_dist.backends.triton.grads import backward, scale
 from cce_dist.backends.triton.launch import start as launch_start
 from cce_dist.backends.triton.stats import forward
 from cce_dist.backends.triton.tokens.merge import merge_lse_and_target, pack_lse_and_target
@@ -67,6 +67,7 @@ class Call:
     ranks: bool = False  # exchange bounds, and sum the hidden gradient while the rest is made
     keeps: bool = True  # logits, for the backward
     temperature: bool = False  # of each token
+    chunk: bool = False  # all logits are kept, and torch multiplies their gradients
 
 
 CALLS = {
@@ -74,6 +75,7 @@ CALLS = {
     "everything": Call(everything=True, ranks=True),
     "exact": Call(exact=True),
     "exact-everything": Call(exact=True, everything=True, softcap=30.0, ranks=True, keeps=False),
+    "chunk": Call(exact=True, chunk=True),
     "fp16": Call(torch.float16),
     "fp32": Call(torch.float32),
     "fp32-everything": Call(torch.float32, everything=True, ranks=True),
@@ -192,6 +194,8 @@ def compile_call(call: Call) -> None:
     store = None
     if call.keeps and call.screen is not None:
         store = ListedLogits(draws=True)
+    elif call.chunk:
+        store = KeptLogits.make_for_chunk(head.weight, TOKENS)
     elif call.keeps and call.exact:
         # Of fewer columns than there are: the others take a product.
         store = KeptLogits.make(head.weight, TOKENS, 2**19, None)
@@ -211,8 +215,9 @@ def compile_call(call: Call) -> None:
         stats=stats,
         upstream=Upstream(stats.lse, extra, None if extra is None else stats.smooth_logit, extra),
         kept=kept,
-        hidden=NoSum(is_local=not call.ranks, part_dtype=call.dtype),
-        weight=WeightGrad(torch.zeros_like(head.weight), accumulate=False),
+        # torch has no such products on the CPU.
+        hidden=None if call.chunk else NoSum(is_local=not call.ranks, part_dtype=call.dtype),
+        weight=None if call.chunk else WeightGrad(torch.zeros_like(head.weight), accumulate=False),
         bias=head.bias is not None,
         store=store,
         room=room,
@@ -236,12 +241,13 @@ def compile_largest() -> None:
 
 
 def compile_small() -> None:
-    """What picks tokens and merges ranks."""
+    """What picks tokens, merges ranks and scales gradients."""
     shard = VocabShard(0, COLUMNS, COLUMNS)
     pick_on_device(torch.zeros(TOKENS, dtype=torch.int64), -100, shard)
     part = pack_lse_and_target(torch.zeros(TOKENS), torch.zeros(TOKENS), (0,) * 8)
     count = torch.ones(1, dtype=torch.int32)
     merge_lse_and_target(torch.stack([part, part]), count)
+    scale(torch.zeros(TOKENS, 16, dtype=torch.bfloat16), torch.ones(()))
 
 
 OTHERS = {"largest": compile_largest, "small": compile_small}

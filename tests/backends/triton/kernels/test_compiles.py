@@ -46,7 +46,7 @@ CALLS = {
     80: "everything,temperature-exact",
     86: "bf16,everything,int8",
     89: "e4m3",
-    90: "bf16,temperature,temperature-softcap",
+    90: "bf16,chunk,temperature,temperature-softcap",
     100: "bf16,everything,exact,e4m3,small",
     120: "bf16,exact,fp32-exact",
 }

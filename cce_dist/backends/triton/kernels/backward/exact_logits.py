@@ -170,6 +170,7 @@ def exact_logits_kernel(
     HAS_ENTROPY: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
+    EVERY_BLOCK: tl.constexpr,  # blocks that don't count get d_logits of 0
 ):
     """Computes SDD: d_logits of a chunk, except the targets', for all token blocks that count.
 
@@ -203,6 +204,14 @@ def exact_logits_kernel(
                 softcap, BLOCK_N, BLOCK_V, BLOCK_D, USE_TMA, PRECISION, WIDE, HAS_LOGITS, HAS_BIAS,
                 HAS_SOFTCAP, HAS_ENTROPY, HAS_SMOOTH, HAS_CLASS_WEIGHT,
             )  # fmt: skip
+    if EVERY_BLOCK:
+        others = N // BLOCK_N - num_blocks
+        for task in range(tl.program_id(0), num_tiles * others, tl.num_programs(0)):
+            local = task // others * BLOCK_V + tl.arange(0, BLOCK_V)
+            token = (num_blocks + task % others) * BLOCK_N + tl.arange(0, BLOCK_N)
+            place = workspace_ptr + local.to(tl.int64)[:, None] * N + token[None, :]
+            nothing = tl.zeros((BLOCK_V, BLOCK_N), workspace_ptr.dtype.element_ty)
+            tl.store(place, nothing, mask=(local < num_columns)[:, None])
 
 
 @triton.jit(do_not_specialize=["first_column", "num_columns"])

@@ -1,0 +1,65 @@
+"""The products of all columns whose logits the forward kept: torch multiplies whole matrices.
+
+Its products, cuBLAS's on a GPU, are faster than kernels that ask how many tokens count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cce_dist.backends.triton.backward.exact import launch_d_logits
+from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
+from cce_dist.backends.triton.launch.tiles import AFTER_HIDDEN, UNTIL_HIDDEN
+
+
+def products_by_torch(state: BackwardState, grads: GradBuffers) -> Callable[[int], None]:
+    """Prepares SDD, DSD and DDS of the columns in `state.logits`.
+
+    d_logits are rounded to the weight's dtype; products sum in fp32. An accumulated gradient of 16
+    bits is rounded once.
+
+    Returns: a function that launches a stage of them; `AFTER_HIDDEN` is DDS.
+    """
+    assert state.logits is not None
+    (region,) = state.logits.regions
+    hidden = _packed(state)
+    d_logits = region.memory[: region.num_columns]
+
+    def launch(stage: int) -> None:
+        if stage != AFTER_HIDDEN:
+            launch_d_logits(state, hidden, region)
+            if grads.hidden is not None:
+                of_tokens = d_logits[:, : state.num_tokens].T
+                _multiply(of_tokens, state.weight, grads.hidden[0], accumulate=False)
+        if stage == UNTIL_HIDDEN:
+            return
+        if grads.weight is not None:
+            _multiply(d_logits, hidden, grads.weight, accumulate=grads.accumulate)
+        if grads.bias is not None:
+            torch.sum(d_logits, 1, dtype=grads.bias.dtype, out=grads.bias)
+
+    return launch
+
+
+def _packed(state: BackwardState) -> Tensor:
+    """Returns the hidden states in the order of the blocks, [num_blocks * 128, D]. Tokens that
+    don't count get 0: 0 times NaN would be NaN."""
+    rows = state.per_token.read_rows
+    counts = torch.arange(len(rows), device=rows.device) < state.count
+    return state.hidden.index_select(0, rows).masked_fill_(~counts[:, None], 0)
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
+    """Writes a @ b to `out`, or adds it. `out` has the operands' dtype or is fp32."""
+    if out.dtype == a.dtype:
+        if accumulate:
+            out.addmm_(a, b)
+        else:
+            torch.mm(a, b, out=out)
+    elif accumulate:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
