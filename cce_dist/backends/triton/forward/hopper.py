@@ -132,8 +132,8 @@ def launch_forward(
     rows = tiles.columns // grouping.groups
     hidden_tile, weight_tile = [TOKEN_BLOCK, tiles.dims], [rows, tiles.dims]
     start(hopper_forward_kernel, (grouping.programs,))(
-        TensorDescriptor.from_tensor(hidden, hidden_tile, _layout(*hidden_tile, weight.dtype)),
-        TensorDescriptor.from_tensor(weight, weight_tile, _layout(*weight_tile, weight.dtype)),
+        TensorDescriptor.from_tensor(hidden, hidden_tile, layout_of(*hidden_tile, weight.dtype)),
+        TensorDescriptor.from_tensor(weight, weight_tile, layout_of(*weight_tile, weight.dtype)),
         count if head.bias is None else head.bias,
         count if eight is None else eight.of_columns,
         count if eight is None else eight.of_tokens,
@@ -166,7 +166,8 @@ def launch_forward(
 
 
 @functools.cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> object:
+def layout_of(rows: int, columns: int, dtype: torch.dtype) -> object:
+    """Returns the layout of a tile of an operand in shared memory."""
     from triton.experimental.gluon import language as gl
 
     elements = {

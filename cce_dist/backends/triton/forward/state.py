@@ -24,6 +24,7 @@ from cce_dist.backends.triton.forward.extras import (
     sums_softcapped,
 )
 from cce_dist.backends.triton.forward.hopper import Groups, launch_forward, num_groups
+from cce_dist.backends.triton.forward.hopper_logits import launch_logits
 from cce_dist.backends.triton.forward.operands import (
     EightBit,
     Finished,
@@ -116,7 +117,9 @@ class ForwardState:
         new = weight.new_empty
         fp32 = torch.float32
         has_extras = wanted.correct or wanted.moments or sums_softcapped(wanted, head)
-        portable = has_extras or wanted.entropy or keep_logits is not None
+        portable = has_extras or wanted.entropy
+        if keep_logits is not None:
+            portable = portable or not keep_logits.of_chunk or tokens.scale is not None
         groups = 1 if portable else num_groups(weight, tiles)
         size = programs * groups * TOKEN_BLOCK
         buffers = ForwardBuffers(
@@ -249,6 +252,10 @@ class ForwardState:
         grouping = Groups(self.programs, self.groups, tiles, threshold, by_largest)
         if self.groups == 1 or launch.robust:
             self._launch_portable(hidden, weight, launch, grouping)
+            return
+        if launch.region is not None:
+            operands = (self.buffers, self.count, self.shape, launch.number, grouping)
+            launch_logits(hidden, weight, self.head, *operands, launch.region)
             return
         launch_forward(
             hidden,

@@ -111,6 +111,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap_by_largest": {"softcap": 5.0, "filter": Filter(eps=1e-4)},
     "exact": {"gradient": "exact"},
     "exact_softcap": {"gradient": "exact", "softcap": 5.0},
+    "chunks": {"gradient": "in_forward", "filter": Filter(keep=0)},
+    "chunks_softcap": {"gradient": "in_forward", "filter": Filter(keep=0), "softcap": 5.0},
     "screened": screened("int8"),
     "screened_softcap": screened("int8", softcap=20.0, logit_scale=0.7),
     "screened_large_softcap": screened("int8", softcap=100.0),
