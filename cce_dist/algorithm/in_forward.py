@@ -17,8 +17,8 @@ from cce_dist.options import TOKEN_BLOCK
 from cce_dist.ranks.hidden_sum import SumOverRanks
 from cce_dist.ranks.transport import group_size
 
-# The most additions that the weight's gradient takes in 16 bits. Each rounds the sum so far; beyond
-# them that would be more than the rounding of a dense loss: docs/design/loss.md#in_forward.
+# The most chunks whose weight gradients add up in 16 bits. Each addition rounds the sum so far:
+# docs/design/loss.md#in_forward.
 MOST_ROUNDINGS = 12
 
 

@@ -31,6 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "stats": {"stats": ("lse", "entropy", "correct", "logit_moments")},
     "exact": {"gradient": "exact"},
     "in_forward": {"gradient": "in_forward", "label_smoothing": 0.1},
+    "chunks": {"gradient": "in_forward", "filter": Filter(keep=0), "workspace_bytes": 2**20},
     "sequence_parallel": {"filter": SOME, "sequence_parallel": True},
 }
 Tensors = dict[str, Tensor]

@@ -22,6 +22,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "exact": {"gradient": "exact"},
     "in_forward": {"gradient": "in_forward"},
     "chunks": {"gradient": "in_forward", "filter": Filter(keep=0)},
+    "small_chunks": {"gradient": "in_forward", "filter": Filter(keep=0), "workspace_bytes": 2**20},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
