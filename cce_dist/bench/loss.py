@@ -31,8 +31,10 @@ from .machine import (
     Part,
     Timer,
     compacting,
+    count_launches,
     floor_variants,
     fresh_compiler,
+    host_seconds,
     interleaved_times,
     peak_extra_bytes,
     variant_of,
@@ -46,10 +48,12 @@ SLACK_UNITS = 4
 MIN_REPEATS = 3
 # Columns of a row. Errors are relative, those of gradients in the Frobenius norm. `peak_extra_mib`
 # is the peak beyond the memory in use before, `over_gradients_mib` the same less both gradients.
-# `screened` is "yes" or "no" for a method that may screen its logits.
+# `screened` is "yes" or "no" for a method that may screen its logits. `host_ms` is the host's time
+# with an idle device, `launches` the kernels, copies and fills: of a call like many before.
 COLUMNS = (
     *("method", "part", "repeats", "median_ms", "p10_ms", "p90_ms", "of_dense"),
-    *("tflop_per_s", "of_roofline", "peak_extra_mib", "over_gradients_mib"),
+    *("tflop_per_s", "of_roofline", "host_ms", "launches"),
+    *("peak_extra_mib", "over_gradients_mib"),
     *("loss_error", *GRADIENT_ERRORS, "tail_mass", "screened", "failed"),
 )
 
@@ -85,6 +89,7 @@ class Trial:
     cells: dict[str, Any] = field(default_factory=dict)
     peak_bytes: dict[Part, int] = field(default_factory=dict)
     seconds: dict[Part, list[float]] = field(default_factory=dict)
+    host: dict[Part, tuple[float, int]] = field(default_factory=dict)  # seconds, launches
     failed: str = ""
 
 
@@ -206,6 +211,9 @@ def _measure(
         timer.seconds(variant)
         trial.peak_bytes[part] = peak_extra_bytes(variant, timer.device)
         trial.seconds[part] = [timer.seconds(variant)]
+        if timer.device.type == "cuda":
+            host = host_seconds(variant, timer.device)
+            trial.host[part] = host, count_launches(variant, timer.device)
     trial.function = function
 
 
@@ -264,6 +272,8 @@ def _rows(inputs: BenchInputs, trials: Sequence[Trial]) -> list[Cells]:
             }
             if ("dense", part) in medians:
                 cells["of_dense"] = median / medians["dense", part]
+            if part in trial.host:
+                cells["host_ms"], cells["launches"] = trial.host[part][0] * 1e3, trial.host[part][1]
             if part in trial.peak_bytes:
                 cells["peak_extra_mib"] = trial.peak_bytes[part] / 2**20
                 if part not in ("loss", "forward"):

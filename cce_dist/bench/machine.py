@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import platform
 import random
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from cce_dist.core.allocations import track_allocations
 
@@ -24,6 +27,8 @@ from .inputs import IGNORE_INDEX, BenchInputs
 
 # About 5 ms on the device: more than the host needs for the first launches of any method.
 HEAD_START_CYCLES = 8_000_000
+# The host's times scatter less than a tenth over so many calls.
+HOST_REPEATS = 15
 FLUSH_BYTES = 256 * 2**20
 
 Part = Literal["loss", "forward", "gradient", "loss+grad"]
@@ -200,6 +205,32 @@ def peak_extra_bytes(variant: Variant, device: torch.device) -> int:
         with track_allocations() as allocations:
             call()
         return allocations.peak_bytes
+
+
+def host_seconds(variant: Variant, device: torch.device) -> float:
+    """Returns the host's median time from an idle device until `run` returns."""
+    taken = []
+    for _ in range(HOST_REPEATS):
+        prepared = variant.prepare()
+        synchronize(device)
+        start = time.perf_counter()
+        variant.run(prepared)
+        taken.append(time.perf_counter() - start)
+        synchronize(device)
+        variant.finish()
+    return statistics.median(taken)
+
+
+def count_launches(variant: Variant, device: torch.device) -> int:
+    """Returns the number of kernels, copies and fills that `run` starts on a CUDA device."""
+    prepared = variant.prepare()
+    synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        variant.run(prepared)
+        synchronize(device)
+    variant.finish()
+    events = profiler.events() or []
+    return sum(event.device_type == DeviceType.CUDA for event in events)
 
 
 def synchronize(device: torch.device) -> None:

@@ -18,13 +18,13 @@ from cce_dist.backends.triton.kernels.numbers import (
 )
 
 # The launches of `forward_kernel`, in order: PROBE, FIRST to LAST, and, if logits are kept, two
-# that keep their logits. ALONE does the work of all of them, in LAST's place.
+# that keep their logits. ALONE does the work of all of them, in LAST's place; AFTER_PROBE keeps all
+# logits, in FIRST's.
 PROBE = tl.constexpr(0)
 FIRST = tl.constexpr(1)
 LAST = tl.constexpr(4)
-ALONE = tl.constexpr(9)
-# The launch that keeps the logits of all columns. It follows PROBE, and so reads PROBE's slot.
-AFTER_PROBE = tl.constexpr(6)
+AFTER_PROBE = tl.constexpr(11)
+ALONE = tl.constexpr(14)
 # States in memory: those of PROBE to LAST, which `shares.py` reads.
 SLOTS = tl.constexpr(5)
 # Splits whose sums a program reads at a time.
