@@ -7,7 +7,7 @@ import typer
 from benchmarks.cli.capture import capture_command
 from benchmarks.cli.converge import converge_command
 from benchmarks.cli.fidelity import fidelity_command, probabilities_command
-from benchmarks.cli.loss import filter_command, first_call_command, paper_command, tiles_command
+from benchmarks.cli.loss import filter_command, first_call_command, tiles_command
 from benchmarks.cli.megatron import megatron_command
 from benchmarks.cli.pipeline import pipeline_command
 from benchmarks.cli.report import report
@@ -24,6 +24,5 @@ app.command("probabilities")(probabilities_command)
 app.command("converge")(converge_command)
 app.command("megatron")(megatron_command)
 app.command("pipeline")(pipeline_command)
-app.command("paper")(paper_command)
 app.command("capture")(capture_command)
 app.command("report")(report)

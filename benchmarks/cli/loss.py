@@ -1,38 +1,27 @@
-"""`cce-dist bench filter`, `tiles`, `first-call` and `paper`."""
+"""`cce-dist bench filter`, `tiles` and `first-call`."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cce_dist.bench.arguments import (
     BackendName,
-    Budget,
     CsvPath,
     Device,
     Dtype,
-    Extra,
-    Failed,
     Inputs,
     JsonPath,
     Names,
-    PeerPath,
-    Peers,
     Repeats,
     Shapes,
     Size,
     Threads,
-    Timeout,
     Tokens,
-    WorstRatio,
-    case_of,
     cases_of,
     machine_of,
-    reasons_of,
     refusals,
     shapes_of,
 )
@@ -123,71 +112,3 @@ def first_call_command(
             rows = bench_first_calls(parsed, dtype=dtype, device=device, gradients=gradients)
         report.add({**dataclasses.asdict(parsed), "dtype": dtype}, rows)
         report.finish_case()
-
-
-def paper_command(
-    table: Annotated[Names, typer.Option(help="1, A1 or A2; may be repeated. [all]")] = None,
-    shape: Shapes = None,
-    tokens: Tokens = None,
-    inputs: Inputs = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cuda",
-    threads: Threads = 0,
-    repeats: Repeats = 30,
-    budget_seconds: Budget = 4.0,
-    method: Annotated[Names, typer.Option(help="Only these methods; may be repeated.")] = None,
-    peers: Peers = None,
-    peer_path: PeerPath = None,
-    peer_timeout_seconds: Timeout = 120.0,
-    extra: Extra = None,
-    backend: BackendName = "auto",
-    worst_error_ratio: WorstRatio = 1.5,
-    out: Annotated[Path, typer.Option(help="Folder for .csv, .json and .md.")] = Path("runs/paper"),
-    failed: Failed = None,
-) -> None:
-    """The tables of Cut Cross-Entropy (arXiv:2411.09009), a file for each shape and inputs.
-
-    --shape takes one of a table's shapes, so that a run can be split, or another in its place.
-    """
-    from benchmarks.loss.paper import TABLES, PaperCase, bench_paper
-    from cce_dist.bench.loss import Settings
-    from cce_dist.bench.methods import (
-        DeviceLostError,
-        choose_methods,
-        parse_backend,
-        restart_without,
-    )
-
-    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
-    settings = Settings(
-        repeats=repeats,
-        budget_seconds=budget_seconds,
-        timeout_seconds=peer_timeout_seconds,
-        worst_error_ratio=worst_error_ratio,
-    )
-    with refusals():
-        unknown = sorted(set(table or ()) - set(TABLES))
-        if unknown:
-            raise ValueError(f"table must be among {list(TABLES)}, got {unknown}")
-        chosen = parse_backend(backend)
-        on_gpu = device.startswith("cuda")
-        methods = choose_methods(
-            method or (), peers, backend=chosen, extra=extra or (), on_gpu=on_gpu
-        )
-        cases = [
-            PaperCase(
-                name,
-                f"table-{name}-{text}-{Path(kind).stem}",
-                case_of(kind, parsed, dtype, device, TABLES[name].ignored_fraction),
-            )
-            for name in table or TABLES
-            for text in shape or TABLES[name].shapes
-            for kind in inputs or ["zipf"]
-            for parsed in shapes_of(kind, [text], tokens, 1, 1)
-        ]
-    try:
-        machine = machine_of(device, threads, peers=[method.name for method in methods])
-        for path in bench_paper(cases, methods, settings, machine, out, failed=reasons_of(failed)):
-            typer.echo(path)
-    except DeviceLostError as error:
-        restart_without(error)

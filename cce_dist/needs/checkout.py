@@ -37,8 +37,6 @@ EXPERIMENTS = {
     "are tensor-parallel.",
     "pipeline": "Steps of a pipeline of one stage a rank: the head dense or fused on the last "
     "stage, with layers moved away from it, and the vocabulary over all ranks.",
-    "paper": "The tables of Cut Cross-Entropy (arXiv:2411.09009), a file for each shape and "
-    "inputs.",
     "capture": "Train on one rank and save what the loss sees (hidden, weight, targets) at some "
     "steps.",
 }

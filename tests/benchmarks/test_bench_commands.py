@@ -19,7 +19,7 @@ from cce_dist import (
 from cce_dist.backends.triton.launch.tiles import TABLE
 from cce_dist.bench.inputs import Shape, make_inputs
 from cce_dist.testing import CPU_PLACES, Place, grid
-from tests.benchmarks.bench_cases import TINY, invoke, read_csv, refuse
+from tests.benchmarks.bench_cases import invoke, read_csv, refuse
 
 
 @pytest.mark.interpreter
@@ -184,24 +184,6 @@ def test_bench_screen_command(place: Place, tmp_path: Path) -> None:
     assert "outliers must be one of ['alike', 'varying'], got 'all'" in refuse(
         "screen", *arguments, *where, "--outliers", "all"
     )
-
-
-def test_bench_paper_command(tmp_path: Path) -> None:
-    chosen = ["--method", "dense", "--method", "filtered", "--peers", "quack"]
-    where = ["--device", "cpu", "--dtype", "float32", "--out", str(tmp_path)]
-    invoke("paper", *TINY, "--table", "1", "--table", "A1", *chosen, *where)
-    for table, ignored in (("1", "0"), ("A1", "41")):
-        name = f"table-{table}-64x500x16-zipf"
-        (dense,) = {
-            (row["table"], row["ignored"])
-            for row in read_csv(tmp_path / f"{name}.csv")
-            if row["method"] == "dense"
-        }
-        assert dense == (table, ignored)
-        text = (tmp_path / f"{name}.md").read_text()
-        assert f"Table {table}: zipf, N=64 ({ignored} ignored)" in text
-        assert "| quack | failed: ModuleNotFoundError" in text
-        assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {11}
 
 
 def test_bench_capture_command(tmp_path: Path) -> None:
