@@ -7,7 +7,7 @@ import typer
 from benchmarks.cli.capture import capture_command
 from benchmarks.cli.converge import converge_command
 from benchmarks.cli.fidelity import fidelity_command, probabilities_command
-from benchmarks.cli.loss import filter_command, first_call_command, tiles_command
+from benchmarks.cli.loss import filter_command, first_call_command
 from benchmarks.cli.megatron import megatron_command
 from benchmarks.cli.pipeline import pipeline_command
 from benchmarks.cli.report import report
@@ -15,7 +15,6 @@ from benchmarks.cli.screen import quantize_command, screen_command
 
 app = typer.Typer()
 app.command("filter")(filter_command)
-app.command("tiles")(tiles_command)
 app.command("first-call")(first_call_command)
 app.command("screen")(screen_command)
 app.command("quantize")(quantize_command)

@@ -1,4 +1,4 @@
-"""`cce-dist bench filter`, `tiles` and `first-call`."""
+"""`cce-dist bench filter` and `first-call`."""
 
 from __future__ import annotations
 
@@ -58,33 +58,6 @@ def filter_command(
     for make in cases:
         case = make()
         report.add(case.description, bench_filter(case, shares, repeats=repeats, backend=chosen))
-        report.finish_case()
-
-
-def tiles_command(
-    tokens: Tokens = None,
-    vocab: Size = 16384,
-    dim: Size = 256,
-    shape: Shapes = None,
-    inputs: Inputs = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cuda",
-    repeats: Repeats = 10,
-    csv_path: CsvPath = None,
-    json_path: JsonPath = None,
-) -> None:
-    """Tiles of the Triton kernels: candidates beside what the table holds, by time."""
-    from benchmarks.loss.tiles import bench_tiles
-    from cce_dist.bench.report import Report
-
-    with refusals():
-        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device)
-    report = Report(machine_of(device, 0), csv_path, json_path, None)
-    for make in cases:
-        case = make()
-        with refusals():
-            rows = bench_tiles(case, repeats=repeats)
-        report.add(case.description, rows)
         report.finish_case()
 
 

@@ -20,7 +20,6 @@ PANEL = "Commands of a checkout"
 # help, which --help shows without a checkout too.
 EXPERIMENTS = {
     "filter": "Kept columns, error of the gradients and time of each filter threshold.",
-    "tiles": "Tiles of the Triton kernels: candidates beside what the table holds, by time.",
     "first-call": "Seconds of a process's first loss and gradients, with and without compiled "
     "kernels.",
     "screen": "Error of each token's log-sum-exp by 8-bit logits, and by dense ones; also its mean "

@@ -1,4 +1,4 @@
-"""Commands of experiments, from tiles to captures: each runs once on a tiny shape."""
+"""Commands of experiments, from filters to captures: each runs once on a tiny shape."""
 
 from __future__ import annotations
 
@@ -16,36 +16,9 @@ from cce_dist import (
     Screen,
     quantize_weight,
 )
-from cce_dist.backends.triton.launch.tiles import TABLE
 from cce_dist.bench.inputs import Shape, make_inputs
 from cce_dist.testing import CPU_PLACES, Place, grid
 from tests.benchmarks.bench_cases import invoke, read_csv, refuse
-
-
-@pytest.mark.interpreter
-def test_bench_tiles_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = ({"columns": columns, "dims": 32, "stages": 3} for columns in (128, 256))
-    backward = {"pair": 1, "slice_dims": 128, "backward_dims": 32, "backward_stages": 2}
-    monkeypatch.setattr("benchmarks.loss.tiles.FORWARD", {4: [small, large, {"columns": 100}]})
-    monkeypatch.setattr("benchmarks.loss.tiles.FILTERED", {4: [backward]})
-    before = dict(TABLE)
-    path = tmp_path / "tiles.csv"
-    tiny = ["--shape", "64x300x16", "--device", "cpu", "--dtype", "float32", "--repeats", "3"]
-    invoke("tiles", *tiny, "--csv", str(path))
-    rows = read_csv(path)
-    names = [row["method"].split(":")[0] for row in rows]
-    assert names == ["loss"] * 3 + ["exact"] * 3 + ["filtered"]
-    assert [row["in table"] for row in rows] == ["table", "", ""] * 2 + ["table"]
-    # 100 is no power of two: no kernel has such a tile.
-    assert [row["failed"] != "" for row in rows] == [False, False, True] * 2 + [False]
-    assert all(float(row["median_ms"]) > 0 for row in rows if not row["failed"])
-    assert before == TABLE
-
-
-def test_bench_tiles_needs_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    got = refuse("tiles", "--shape", "64x300x16", "--device", "cpu", "--dtype", "float64")
-    assert "the Triton kernels do not run here" in got
 
 
 def broken(*given: Any) -> Any:
