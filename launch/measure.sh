@@ -14,7 +14,7 @@ JOBS=${JOBS:-8}             # tests at the same time
 
 export PATH="$PWD/.venv/bin:$PATH"
 if [[ $GPUS == 1 ]]; then
-    parts=(tests capture loss few softcap screened llama quantize fidelity probabilities converge seeds train)
+    parts=(tests capture loss few softcap screened llama fidelity probabilities converge seeds train)
 else
     parts=(tests ranks pipeline train)
 fi
@@ -104,9 +104,6 @@ case $GPUS-$part in
         --peers none --budget-seconds .6 --worst-error-ratio 3 --csv "$OUT/loss-128k.csv" "$@"
     bench screen --inputs "$OUT/captured-128k/step-100.pt" \
         --inputs "$OUT/captured-128k/step-1000.pt" --csv "$OUT/screened-128k.csv"
-    ;;
-1-quantize)
-    bench quantize --shape gemma2-2b --shape llama3-8b --json "$OUT/quantize.json" "$@"
     ;;
 1-fidelity)
     bench fidelity "${captured[@]}" --device cuda "${from_peers[@]}" --repeats 5 \

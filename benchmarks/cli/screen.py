@@ -1,4 +1,4 @@
-"""`cce-dist bench screen` and `quantize`: error and cost of 8-bit logits."""
+"""`cce-dist bench screen`: error of 8-bit logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from cce_dist.bench.arguments import (
     Dtype,
     Inputs,
     JsonPath,
-    Repeats,
     Shapes,
     Size,
     Tokens,
@@ -71,36 +70,3 @@ def screen_command(
                 )
                 report.add(each.description, rows)
                 report.finish_case()
-
-
-def quantize_command(
-    tokens: Tokens = None,
-    vocab: Size = 16384,
-    dim: Size = 256,
-    shape: Shapes = None,
-    inputs: Inputs = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cuda",
-    repeats: Repeats = 10,
-    backend: BackendName = "triton",
-    csv_path: CsvPath = None,
-    json_path: JsonPath = None,
-) -> None:
-    """Time of the weight's 8-bit copy beside a copy in its own dtype: how near to memory's rate.
-
-    On a CPU with --device cpu: --backend torch, or TRITON_INTERPRET=1 --dtype float16.
-    """
-    from benchmarks.loss.quantize import bench_quantize
-    from cce_dist.bench.methods import parse_backend
-    from cce_dist.bench.report import Report
-
-    with refusals():
-        cases = cases_of(inputs, shape, tokens, vocab, dim, dtype, device)
-        chosen = parse_backend(backend)
-    report = Report(machine_of(device, 0), csv_path, json_path, None)
-    for make in cases:
-        case = make()
-        with refusals():
-            rows = bench_quantize(case, repeats=repeats, backend=chosen)
-        report.add(case.description, rows)
-        report.finish_case()

@@ -1,1 +1,1 @@
-"""Benchmarks of the loss: filter, first call, 8-bit copy."""
+"""Benchmarks of the loss: filter, first call."""

@@ -24,8 +24,6 @@ EXPERIMENTS = {
     "kernels.",
     "screen": "Error of each token's log-sum-exp by 8-bit logits, and by dense ones; also its mean "
     "by deciles of the tokens' entropy.",
-    "quantize": "Time of the weight's 8-bit copy beside a copy in its own dtype: how near to "
-    "memory's rate.",
     "fidelity": "Gradients of every method over its thresholds against float64, by token "
     "frequency.",
     "probabilities": "Figure 3 of Cut Cross-Entropy (arXiv:2411.09009), the mean probability of "

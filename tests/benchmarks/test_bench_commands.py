@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.loss.quantize import bench_quantize
-from cce_dist import (
-    Screen,
-    quantize_weight,
-)
 from cce_dist.bench.inputs import Shape, make_inputs
 from cce_dist.testing import CPU_PLACES, Place, grid
 from tests.benchmarks.bench_cases import invoke, read_csv, refuse
@@ -55,58 +49,6 @@ def test_bench_profile_command(tmp_path: Path) -> None:
 
 def test_bench_profile_refuses_a_part_that_is_none() -> None:
     assert "part must be among" in refuse("profile", "--device", "cpu", "--part", "all")
-
-
-@pytest.mark.parametrize(
-    "backend", ["torch", pytest.param("triton", marks=pytest.mark.interpreter)]
-)
-def test_bench_quantize_command(tmp_path: Path, backend: str) -> None:
-    path = tmp_path / "quantize.csv"
-    tiny = ["--shape", "64x300x80", "--device", "cpu", "--dtype", "float16", "--repeats", "3"]
-    invoke("quantize", *tiny, "--backend", backend, "--csv", str(path))
-    rows = {row["method"]: row for row in read_csv(path)}
-    names = [
-        "copy",
-        *(f"{dtype}{more}" for dtype in ("int8", "e4m3") for more in ("", ", with hidden")),
-    ]
-    assert list(rows) == names
-    assert all(float(row["median_ms"]) >= 0 and row["failed"] == "" for row in rows.values())
-    assert float(rows["copy"]["of_copy"]) == 1
-    # Of 127 steps either way half a one at most; e4m3 has three digits after the first.
-    assert 1e-4 < float(rows["int8"]["error"]) < 0.01 < float(rows["e4m3"]["error"]) < 0.03
-
-
-def test_bench_quantize_counts_what_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    def times_of(variants: Mapping[str, object], *_: object) -> dict[str, list[float]]:
-        return {name: [1e-3, 1e-3, 1e-3] for name in variants}
-
-    monkeypatch.setattr("benchmarks.loss.quantize.interleaved_times", times_of)
-    inputs = make_inputs("gaussian", Shape(32, 100, 16), dtype=torch.float16)
-    rows = {row["method"]: row for row in bench_quantize(inputs, backend="torch")}
-    # 1600 numbers: 2 bytes read and 2 or 1 written, and of each row a scale and two sums, of each
-    # dim three numbers, and three sums.
-    kept = quantize_weight(inputs.weight, inputs.hidden, backend="torch")
-    assert rows["copy"]["gb_per_s"] == pytest.approx(6400 / 1e6)
-    assert rows["int8"]["gb_per_s"] == pytest.approx((3200 + kept.num_bytes) / 1e6)
-    assert 1600 < kept.num_bytes < 1600 + 12 * 100 + 16 * 16 + 16
-
-
-def test_bench_quantize_says_what_a_device_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def quantize(*given: Any, screen: Screen, **how: Any) -> Any:
-        if screen.dtype == "e4m3":
-            raise RuntimeError("no such type here")
-        return quantize_weight(*given, screen=screen, **how)
-
-    monkeypatch.setattr("benchmarks.loss.quantize.quantize_weight", quantize)
-    inputs = make_inputs("gaussian", Shape(32, 100, 16), dtype=torch.float16)
-    rows = {row["method"]: row for row in bench_quantize(inputs, repeats=3, backend="torch")}
-    assert "no such type here" in rows["e4m3"]["failed"] and rows["e4m3"]["median_ms"] is None
-    assert rows["int8"]["median_ms"] > 0 and rows["int8"]["failed"] == ""
-
-
-def test_bench_quantize_refuses_fp32() -> None:
-    got = refuse("quantize", "--shape", "64x300x16", "--device", "cpu", "--dtype", "float32")
-    assert "weight is torch.float32" in got
 
 
 def test_bench_first_call_command(tmp_path: Path) -> None:
