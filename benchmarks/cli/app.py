@@ -11,12 +11,10 @@ from benchmarks.cli.loss import filter_command, first_call_command
 from benchmarks.cli.megatron import megatron_command
 from benchmarks.cli.pipeline import pipeline_command
 from benchmarks.cli.report import report
-from benchmarks.cli.screen import screen_command
 
 app = typer.Typer()
 app.command("filter")(filter_command)
 app.command("first-call")(first_call_command)
-app.command("screen")(screen_command)
 app.command("fidelity")(fidelity_command)
 app.command("probabilities")(probabilities_command)
 app.command("converge")(converge_command)

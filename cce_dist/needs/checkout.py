@@ -22,8 +22,6 @@ EXPERIMENTS = {
     "filter": "Kept columns, error of the gradients and time of each filter threshold.",
     "first-call": "Seconds of a process's first loss and gradients, with and without compiled "
     "kernels.",
-    "screen": "Error of each token's log-sum-exp by 8-bit logits, and by dense ones; also its mean "
-    "by deciles of the tokens' entropy.",
     "fidelity": "Gradients of every method over its thresholds against float64, by token "
     "frequency.",
     "probabilities": "Figure 3 of Cut Cross-Entropy (arXiv:2411.09009), the mean probability of "

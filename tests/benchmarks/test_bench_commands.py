@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from cce_dist.bench.inputs import Shape, make_inputs
-from cce_dist.testing import CPU_PLACES, Place, grid
 from tests.benchmarks.bench_cases import invoke, read_csv, refuse
 
 
@@ -74,31 +72,6 @@ def test_bench_filter_command(tmp_path: Path) -> None:
     assert float(one["tail mass"]) > float(zero["tail mass"]) == 0
     assert zero["kept"] == "100.0 %"
     assert all(float(row["median_ms"]) > 0 for row in (dense, one, zero))
-
-
-@pytest.mark.parametrize(**grid(places=CPU_PLACES))
-def test_bench_screen_command(place: Place, tmp_path: Path) -> None:
-    path = tmp_path / "screen.csv"
-    arguments = ["--tokens", "64", "--vocab", "500", "--dim", "16", "--inputs", "zipf"]
-    where = ["--device", "cpu", "--backend", place.backend, "--csv", str(path)]
-    if place.interprets:
-        where += ["--dtype", "float16"]
-    others = ["--outliers", "varying", "--times", "2"]
-    invoke("screen", *arguments, *where, "--keep", "0.05", "--max-kept", "1", *others)
-    found = read_csv(path)
-    kinds = ["zipf", "zipf, outliers varying", "zipf x 2"]
-    assert list(dict.fromkeys(row["inputs"] for row in found)) == kinds
-    rows = {row["logits"]: row for row in found if row["inputs"] == "zipf"}
-    halves = ["dense float16"] if place.interprets else []
-    assert list(rows) == [*halves, "dense bfloat16", "full", "int8", "e4m3"]
-    assert rows["int8"]["kept"].endswith(" %") and rows["dense bfloat16"]["kept"] == ""
-    assert [rows[name]["screened"] for name in ("full", "int8", "e4m3")] == ["no", "yes", "yes"]
-    assert float(rows["full"]["lse rms"]) < float(rows["int8"]["lse rms"])
-    for name in ("lse rms", "loss rms"):
-        assert float(rows["int8"][name]) < float(rows["dense bfloat16"][name])
-    assert "outliers must be one of ['alike', 'varying'], got 'all'" in refuse(
-        "screen", *arguments, *where, "--outliers", "all"
-    )
 
 
 def test_bench_capture_command(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_every_command_is_one_of_the_benchmark_s(copy: Path, gpus: int) -> None:
     contexts = [parse(bench_arguments(c, gpus)) for c in commands if c not in tests]
     named = {context.info_name for context in contexts}
     if gpus == 1:
-        asked = {"capture", "loss", "screen", "fidelity", "probabilities", "converge"}
+        asked = {"capture", "loss", "fidelity", "probabilities", "converge"}
         assert named == asked | {"train"}
         slices = [c.params["work_slice"] for c in contexts if c.info_name == "converge"]
         # Three for all methods, and three for more seeds.
