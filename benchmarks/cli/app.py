@@ -7,13 +7,12 @@ import typer
 from benchmarks.cli.capture import capture_command
 from benchmarks.cli.converge import converge_command
 from benchmarks.cli.fidelity import fidelity_command, probabilities_command
-from benchmarks.cli.loss import filter_command, first_call_command
+from benchmarks.cli.first_call import first_call_command
 from benchmarks.cli.megatron import megatron_command
 from benchmarks.cli.pipeline import pipeline_command
 from benchmarks.cli.report import report
 
 app = typer.Typer()
-app.command("filter")(filter_command)
 app.command("first-call")(first_call_command)
 app.command("fidelity")(fidelity_command)
 app.command("probabilities")(probabilities_command)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.loss.filter import default_keep
+from benchmarks.fidelity.kept import default_keep
 from cce_dist import Filter, LinearCrossEntropy
 from cce_dist.bench.golden import LossFunction, dense_loss
 from cce_dist.bench.inputs import IGNORE_INDEX, BenchInputs

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.fidelity.candidates import MAY_FAIL, Candidate
+from benchmarks.fidelity.kept import shares_kept
 from benchmarks.fidelity.sparsity import Peaks, find_peaks, share_of_tiles
 from benchmarks.fidelity.tenths import ALL, Group, compare_groups, groups_of, products_by_row
-from benchmarks.loss.filter import shares_kept
 from cce_dist import LinearCrossEntropy
 from cce_dist.bench.golden import Gradients, LossFunction, golden_gradients, gradients
 from cce_dist.bench.inputs import BenchInputs

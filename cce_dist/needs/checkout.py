@@ -19,7 +19,6 @@ PANEL = "Commands of a checkout"
 # The name of each command in the checkout's benchmarks/cli/app.py, and the first sentences of its
 # help, which --help shows without a checkout too.
 EXPERIMENTS = {
-    "filter": "Kept columns, error of the gradients and time of each filter threshold.",
     "first-call": "Seconds of a process's first loss and gradients, with and without compiled "
     "kernels.",
     "fidelity": "Gradients of every method over its thresholds against float64, by token "

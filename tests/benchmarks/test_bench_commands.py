@@ -1,4 +1,4 @@
-"""Commands of experiments, from filters to captures: each runs once on a tiny shape."""
+"""Commands that profile, compile and capture: each runs once on a tiny shape."""
 
 from __future__ import annotations
 
@@ -61,17 +61,6 @@ def test_bench_first_call_command(tmp_path: Path) -> None:
     assert "dtype must name a torch dtype" in refuse(
         "first-call", "--device", "cpu", "--dtype", "float33"
     )
-
-
-def test_bench_filter_command(tmp_path: Path) -> None:
-    path = tmp_path / "filter.csv"
-    arguments = ["--tokens", "64", "--vocab", "500", "--dim", "16"]
-    invoke("filter", *arguments, "--share", "1", "--share", "0", "--csv", str(path))
-    dense, one, zero = read_csv(path)
-    assert dense["keep / uniform mass"] == "dense"
-    assert float(one["tail mass"]) > float(zero["tail mass"]) == 0
-    assert zero["kept"] == "100.0 %"
-    assert all(float(row["median_ms"]) > 0 for row in (dense, one, zero))
 
 
 def test_bench_capture_command(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from benchmarks.fidelity.candidates import (
     choose_names,
 )
 from benchmarks.fidelity.fidelity import FidelityRow, bench_fidelity
+from benchmarks.fidelity.kept import default_keep
 from benchmarks.fidelity.probabilities import bench_probabilities, ranks_to_draw
 from benchmarks.fidelity.sparsity import find_peaks, share_of_columns, share_of_tiles
 from benchmarks.fidelity.tenths import compare, compare_groups, groups_of, products_by_row
-from benchmarks.loss.filter import default_keep
 from cce_dist import Filter, LinearCrossEntropy
 from cce_dist.bench.golden import dense_loss, golden_gradients, gradients
 from cce_dist.bench.inputs import BenchInputs, Shape, make_inputs

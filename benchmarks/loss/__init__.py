@@ -1,1 +1,0 @@
-"""Benchmarks of the loss: filter, first call."""
