@@ -14,7 +14,7 @@ JOBS=${JOBS:-8}             # tests at the same time
 
 export PATH="$PWD/.venv/bin:$PATH"
 if [[ $GPUS == 1 ]]; then
-    parts=(tests capture loss few softcap llama fidelity probabilities converge seeds train)
+    parts=(tests capture loss few softcap llama fidelity converge seeds train)
 else
     parts=(tests ranks pipeline train)
 fi
@@ -100,9 +100,6 @@ case $GPUS-$part in
 1-fidelity)
     bench fidelity "${captured[@]}" --device cuda "${from_peers[@]}" --repeats 5 \
         --record "$OUT/fidelity.json" "$@"
-    ;;
-1-probabilities)
-    bench probabilities "${captured[@]}" --device cuda --record "$OUT/probabilities.json" "$@"
     ;;
 1-converge)
     converge "${from_peers[@]}" --record "$OUT/convergence.json" "$@"

@@ -6,7 +6,7 @@ import typer
 
 from benchmarks.cli.capture import capture_command
 from benchmarks.cli.converge import converge_command
-from benchmarks.cli.fidelity import fidelity_command, probabilities_command
+from benchmarks.cli.fidelity import fidelity_command
 from benchmarks.cli.first_call import first_call_command
 from benchmarks.cli.megatron import megatron_command
 from benchmarks.cli.pipeline import pipeline_command
@@ -15,7 +15,6 @@ from benchmarks.cli.report import report
 app = typer.Typer()
 app.command("first-call")(first_call_command)
 app.command("fidelity")(fidelity_command)
-app.command("probabilities")(probabilities_command)
 app.command("converge")(converge_command)
 app.command("megatron")(megatron_command)
 app.command("pipeline")(pipeline_command)

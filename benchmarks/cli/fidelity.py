@@ -1,4 +1,4 @@
-"""`cce-dist bench fidelity` and `probabilities`: measure captured inputs and write a record."""
+"""`cce-dist bench fidelity`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -84,7 +84,7 @@ def fidelity_command(
         epsilons = [parse_power("eps", text) for text in eps or ()] or DEFAULT_EPS
         chosen = parse_backend(backend)
         cases = cases_of(list(inputs), None, tokens, 0, 0, dtype, device)
-        recording = Recording("fidelity", record, title, machine, settings)
+        recording = Recording(record, title, machine, settings)
     report = Report(machine, None, None, None)
     try:
         for make in cases:
@@ -107,44 +107,6 @@ def fidelity_command(
             report.finish_case()
     except DeviceLostError as error:
         restart_without(error)
-
-
-def probabilities_command(
-    inputs: Captured,
-    tokens: Tokens = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    threshold: Annotated[
-        Names, typer.Option(help="Probability, 2^-12 or 1e-3; may be repeated. [2^-12]")
-    ] = None,
-    title: Title = "",
-    record: RecordPath = None,
-) -> None:
-    """Figure 3 of Cut Cross-Entropy (arXiv:2411.09009), the mean probability of the i-th most
-    likely token, and how sparse the softmax is."""
-    from benchmarks.fidelity.probabilities import bench_probabilities
-    from benchmarks.fidelity.recording import Recording
-    from cce_dist.bench.report import Report
-
-    machine = machine_of(device, threads)
-    with refusals():
-        thresholds = [parse_power("threshold", text) for text in threshold or ["2^-12"]]
-        cases = cases_of(list(inputs), None, tokens, 0, 0, dtype, device)
-        recording = Recording("probabilities", record, title, machine, {})
-    report = Report(machine, None, None, None)
-    for make in cases:
-        case = make().without_ignored()
-        rows = bench_probabilities(case, thresholds)
-        with refusals():
-            recording.add(case, rows)
-        shown = [row for row in rows if row["part"] == "sparsity"]
-        report.add(case.description, [_without_part(row) for row in shown])
-        report.finish_case()
-
-
-def _without_part(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key != "part"}
 
 
 def parse_power(name: str, text: str) -> float:

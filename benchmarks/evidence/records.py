@@ -23,7 +23,7 @@ SCHEMA_VERSION = 1
 DIGITS = 6
 FOLDER = Path("docs/notebook/data/evidence")
 
-Kind = Literal["convergence", "fidelity", "probabilities", "end-to-end", "classes"]
+Kind = Literal["convergence", "fidelity", "end-to-end", "classes"]
 Cell = str | int | float | bool | None
 Row = Mapping[str, Cell]
 

@@ -17,7 +17,6 @@ from benchmarks.evidence.show import (
     show_convergence,
     show_end_to_end,
     show_fidelity,
-    show_probabilities,
 )
 
 PAGES = Path("docs/notebook/evidence")
@@ -26,7 +25,6 @@ HEAD = "<!-- Written by `cce-dist report` from {records}: change those, not this
 KINDS: dict[Kind, ModuleType] = {
     "convergence": show_convergence,
     "fidelity": show_fidelity,
-    "probabilities": show_probabilities,
     "end-to-end": show_end_to_end,
     "classes": show_classes,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.evidence.records import Cell, Kind, Row, make_record, write_record
+from benchmarks.evidence.records import Cell, Row, make_record, write_record
 from cce_dist.bench.inputs import BenchInputs
 
 
@@ -21,7 +21,6 @@ class Recording:
 
     def __init__(
         self,
-        kind: Kind,
         path: Path | None,
         title: str,
         machine: Mapping[str, str],
@@ -29,7 +28,6 @@ class Recording:
     ) -> None:
         if path is not None and path.suffix != ".json":
             raise ValueError(f"record must be the path of a .json file, got {path}")
-        self.kind: Kind = kind
         self.path, self.title, self.machine = path, title, machine
         self.settings = dict(settings)
         self.seeds: tuple[int, ...] = ()
@@ -37,7 +35,7 @@ class Recording:
         self.shared: dict[str, Cell] | None = None
         if path is not None:
             # Refuse a bad name now, before anything is measured.
-            make_record(kind, path.stem, title or kind, machine)
+            make_record("fidelity", path.stem, title or "fidelity", machine)
 
     def add(self, inputs: BenchInputs, rows: Sequence[Row]) -> None:
         """Adds the rows of one capture and writes the record.
@@ -63,7 +61,7 @@ class Recording:
             f"{self.machine['device']}"
         )
         record = make_record(
-            self.kind,
+            "fidelity",
             self.path.stem,
             title,
             self.machine,

@@ -1,4 +1,4 @@
-"""Sparsity of a softmax: the shares of columns and tiles that reach a threshold."""
+"""Sparsity of a softmax: the share of tiles that reach a threshold."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ class Peaks:
     """Largest entries of each column in each block of 128 tokens; tokens keep their order.
 
     Args:
-        probability: [blocks, V] fp32, the largest softmax entry.
         gradient: [blocks, V] fp32, the largest |softmax - onehot|, which Apple's filter looks at.
         by_mean_logit: [V] int64, the columns by their mean logit over all tokens, largest first;
             Apple's backward takes the columns in this order.
     """
 
-    probability: Tensor
     gradient: Tensor
     by_mean_logit: Tensor
 
@@ -36,22 +34,16 @@ def find_peaks(inputs: BenchInputs) -> Peaks:
     """Returns the peaks of inputs that have no ignored tokens."""
     weight = inputs.weight.float()
     total = weight.new_zeros(len(weight), dtype=torch.float64)
-    probability, gradient = [], []
+    gradient = []
     blocks = zip(inputs.hidden.split(TOKEN_BLOCK), inputs.targets.split(TOKEN_BLOCK), strict=True)
     for hidden, ids in blocks:
         logits = hidden.float() @ weight.T
         total += logits.sum(0)
         p = logits.softmax(-1)
-        probability.append(p.amax(0))
         p[torch.arange(len(ids), device=ids.device), ids] -= 1
         gradient.append(p.abs_().amax(0))
     order = total.argsort(descending=True, stable=True)
-    return Peaks(torch.stack(probability), torch.stack(gradient), order)
-
-
-def share_of_columns(peaks: Tensor, threshold: float) -> float:
-    """Returns the share of pairs of a column and a block whose peak reaches `threshold`."""
-    return float((peaks >= threshold).double().mean())
+    return Peaks(torch.stack(gradient), order)
 
 
 def share_of_tiles(peaks: Tensor, threshold: float, order: Tensor | None = None) -> float:

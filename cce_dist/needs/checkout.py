@@ -23,8 +23,6 @@ EXPERIMENTS = {
     "kernels.",
     "fidelity": "Gradients of every method over its thresholds against float64, by token "
     "frequency.",
-    "probabilities": "Figure 3 of Cut Cross-Entropy (arXiv:2411.09009), the mean probability of "
-    "the i-th most likely token, and how sparse the softmax is.",
     "converge": "Train small models with the dense loss, ours and Apple's, and record what they "
     "predict.",
     "megatron": "Whole steps of a Megatron job on GPUs, with Megatron's losses and ours; all ranks "

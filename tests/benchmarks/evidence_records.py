@@ -95,19 +95,6 @@ def fidelity() -> Record:
     return record_of("fidelity", rows)
 
 
-def probabilities() -> Record:
-    rows: list[dict[str, Cell]] = []
-    for step in (0, 1000):
-        about: dict[str, Cell] = {"inputs": f"step-{step}", "step": step}
-        for rank in (1, 10, 100, 1000, 10000):
-            mean = 0.4 * rank**-1.2 if step else 1 / 32768
-            rows.append({**about, "part": "curve", "rank": rank, "mean_probability": mean})
-        rank = round((0.4 * 2**12) ** (1 / 1.2)) if step else 0
-        shares = {"entries": 0.0001, "columns": 0.01, "tiles": 0.3, "mass": 0.8}
-        rows.append({**about, "part": "sparsity", "threshold": 2.0**-12, "rank": rank, **shares})
-    return record_of("probabilities", rows)
-
-
 def end_to_end() -> Record:
     rows: list[dict[str, Cell]] = []
     speeds = {"filtered": 300.0, "dense": 250.0, "liger": 280.0}
@@ -145,7 +132,6 @@ def every_kind() -> list[Record]:
     return [
         convergence(offsets, starts=("random", "checkpoint")),
         fidelity(),
-        probabilities(),
         end_to_end(),
         classes(),
     ]

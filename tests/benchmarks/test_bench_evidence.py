@@ -1,4 +1,4 @@
-"""`cce-dist bench fidelity` and `probabilities`: what they measure is right, and is recorded."""
+"""`cce-dist bench fidelity`: what it measures is right, and is recorded."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from benchmarks.fidelity.candidates import (
 )
 from benchmarks.fidelity.fidelity import FidelityRow, bench_fidelity
 from benchmarks.fidelity.kept import default_keep
-from benchmarks.fidelity.probabilities import bench_probabilities, ranks_to_draw
-from benchmarks.fidelity.sparsity import find_peaks, share_of_columns, share_of_tiles
+from benchmarks.fidelity.sparsity import find_peaks, share_of_tiles
 from benchmarks.fidelity.tenths import compare, compare_groups, groups_of, products_by_row
 from cce_dist import Filter, LinearCrossEntropy
 from cce_dist.bench.golden import dense_loss, golden_gradients, gradients
@@ -222,43 +221,7 @@ def test_default_keep_is_what_the_loss_takes(dtype: torch.dtype) -> None:
     assert torch.equal(*grads)
 
 
-def test_sparsity_by_hand() -> None:
-    inputs = skewed(200)
-    p = (inputs.hidden @ inputs.weight.T).softmax(-1)
-    threshold = 0.02
-    rows = bench_probabilities(inputs, [threshold])
-    curve = {row["rank"]: row["mean_probability"] for row in rows if row["part"] == "curve"}
-    by_rank = p.double().sort(descending=True).values.mean(0)
-    assert list(curve) == ranks_to_draw(V)
-    for rank, mean in curve.items():
-        assert mean == pytest.approx(float(by_rank[rank - 1]), rel=1e-5)
-    (row,) = (row for row in rows if row["part"] == "sparsity")
-    above = p >= threshold
-    assert row["rank"] == int((by_rank >= threshold).sum())
-    assert row["entries"] == pytest.approx(float(above.double().mean()))
-    assert row["per_token_most"] == int(above.sum(1).max())
-    assert row["mass"] == pytest.approx(float((p * above).sum() / len(p)), rel=1e-5)
-    blocks = [above[:128], above[128:]]
-    columns = torch.stack([block.any(0) for block in blocks])
-    assert row["columns"] == pytest.approx(float(columns.double().mean()))
-    tiles = [block[:, v : v + 128].any() for block in blocks for v in range(0, V, 128)]
-    assert row["tiles"] == sum(map(bool, tiles)) / len(tiles)
-    order = (inputs.hidden @ inputs.weight.T).mean(0).argsort(descending=True)
-    tiles = [block[:, order[v : v + 128]].any() for block in blocks for v in range(0, V, 128)]
-    assert row["tiles_sorted"] == sum(map(bool, tiles)) / len(tiles)
-    # Every target is in some tile, whatever its probability.
-    assert row["tiles_computed"] >= row["tiles_sorted"]
-    assert share_of_columns(find_peaks(inputs).gradient, 0.0) == 1
-
-
-def test_ranks_to_draw() -> None:
-    assert ranks_to_draw(1) == [1]
-    ranks = ranks_to_draw(256000)
-    assert ranks[:4] == [1, 2, 3, 4] and ranks[-1] == 256000
-    assert len(ranks) < 90 and ranks == sorted(set(ranks))
-
-
-def test_bench_evidence_commands(tmp_path: Path) -> None:
+def test_bench_fidelity_command(tmp_path: Path) -> None:
     inputs = skewed(140)
     training = {"seed": 3, "layers": 2, "lr": 0.5}
     files = []
@@ -280,23 +243,13 @@ def test_bench_evidence_commands(tmp_path: Path) -> None:
         ("filtered", 0.0),
         ("filtered", 0.353553),
     }
-    path = tmp_path / "records" / "probabilities-tiny.json"
-    more = ["--threshold", "2^-6", "--threshold", "0.1", "--title", "tiny"]
-    assert "tiles_sorted" in invoke("probabilities", *files, *more, "--record", str(path))
-    record = read_record(path)
-    assert (record.kind, record.title) == ("probabilities", "tiny")
-    assert columns(record, "part", "threshold") == {
-        ("curve", None),
-        ("sparsity", 2**-6),
-        ("sparsity", 0.1),
-    }
 
 
 def columns(record: Record, *names: str) -> set[tuple[object, ...]]:
     return {tuple(row.get(name) for name in names) for row in record.rows}
 
 
-def test_bench_evidence_refuses(tmp_path: Path) -> None:
+def test_bench_fidelity_refuses(tmp_path: Path) -> None:
     inputs = skewed(40)
     new = capture(tmp_path / "step-7.pt", inputs, step=7, seed=0)
     other = capture(tmp_path / "step-8.pt", inputs, step=8, seed=0, layers=3)
@@ -311,9 +264,8 @@ def test_bench_evidence_refuses(tmp_path: Path) -> None:
         (["fidelity", "--inputs", new, "--method", "fastest"], "method must be among ['dense',"),
         (["fidelity", "--inputs", new, "--keep", "2^x"], "keep must be a number above 0 such as"),
         (["fidelity", "--inputs", new, "--record", "x.csv"], "record must be the path of a .json"),
-        (["probabilities", "--inputs", new, "--record", "a b.json"], "name must be lower-case"),
-        (["probabilities", "--inputs", "zip"], "inputs must be one of"),
-        (["probabilities", "--inputs", "zipf"], "inputs must be a file of"),
+        (["fidelity", "--inputs", new, "--record", "a b.json"], "name must be lower-case"),
+        (["fidelity", "--inputs", "zip"], "inputs must be one of"),
         (["fidelity", "--inputs", "zipf"], "inputs must be a file of"),
     ):
         assert message in refuse(*arguments)
