@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import sys
@@ -30,6 +29,13 @@ from cce_dist.bench.arguments import (
     refusals,
 )
 
+# The columns of the terminal's table.
+SHOWN = (
+    *("method", "threshold", "kept", "tail_mass", "screened", "loss_error"),
+    *("grad_hidden_error", "grad_weight_error", "grad_weight_update_error"),
+    *("median_ms", "p10_ms", "p90_ms", "failed"),
+)
+
 
 def fidelity_command(
     inputs: Captured,
@@ -45,10 +51,6 @@ def fidelity_command(
             "[2^-13 to 2^-5, and their defaults]"
         ),
     ] = None,
-    eps: Annotated[
-        Names,
-        typer.Option(help="Apple's filter_eps; may be repeated. [2^-18 to 2^-6, and the default]"),
-    ] = None,
     tenths: Annotated[bool, typer.Option(help="Also measure by the frequency of tokens.")] = True,
     repeats: Repeats = 10,
     backend: BackendName = "auto",
@@ -63,12 +65,7 @@ def fidelity_command(
     Methods: dense, exact, in_forward, filtered, no-tail, screened; with --peer-path Apple's cce and
     cce-kahan-full-c. The terminal shows all tokens together; the record has the tenths.
     """
-    from benchmarks.fidelity.candidates import (
-        DEFAULT_EPS,
-        DEFAULT_KEEP,
-        candidates_of,
-        choose_names,
-    )
+    from benchmarks.fidelity.candidates import DEFAULT_KEEP, candidates_of, choose_names
     from benchmarks.fidelity.fidelity import GOLDEN, bench_fidelity
     from benchmarks.fidelity.recording import Recording
     from benchmarks.fidelity.tenths import ALL
@@ -81,7 +78,6 @@ def fidelity_command(
         names = choose_names(method or (), with_apple=bool(peer_path))
         machine = machine_of(device, threads, peers=names)
         keeps = [parse_power("keep", text) for text in keep or ()] or DEFAULT_KEEP
-        epsilons = [parse_power("eps", text) for text in eps or ()] or DEFAULT_EPS
         chosen = parse_backend(backend)
         cases = cases_of(list(inputs), None, tokens, 0, 0, dtype, device)
         recording = Recording(record, title, machine, settings)
@@ -90,8 +86,8 @@ def fidelity_command(
         for make in cases:
             case = make().without_ignored()
             with refusals():
-                candidates = candidates_of(names, case, keeps, epsilons, chosen)
-                measured = bench_fidelity(
+                candidates = candidates_of(names, case, keeps, chosen)
+                rows = bench_fidelity(
                     case,
                     candidates,
                     tenths=tenths,
@@ -100,10 +96,9 @@ def fidelity_command(
                     failed=reasons_of(failed),
                     say=report.say,
                 )
-                rows = [dataclasses.asdict(row) for row in measured]
                 recording.add(case, rows)
             shown = [row for row in rows if row["group"] == ALL and row["method"] != GOLDEN]
-            report.add(case.description, shown)
+            report.add(case.description, [{name: row.get(name) for name in SHOWN} for row in shown])
             report.finish_case()
     except DeviceLostError as error:
         restart_without(error)

@@ -19,7 +19,11 @@ def frequency_tenths(
     An id that `tokens` does not have gets UNSEEN. Each tenth has about a tenth of `tokens`, as in
     `cce-dist eval`: tenths of the ids would put nearly all of a text into the first tenth.
     """
-    counts = np.bincount(tokens, minlength=vocab_size)
+    return tenths_of(np.bincount(tokens, minlength=vocab_size))
+
+
+def tenths_of(counts: np.ndarray) -> np.ndarray:
+    """Returns `frequency_tenths` of a text that has each id `counts` times, [V]."""
     tenths = frequency_groups(counts) + 1
     tenths[counts == 0] = UNSEEN
     return tenths

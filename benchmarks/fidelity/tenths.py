@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.evidence.frequency import UNSEEN, name_of
+from benchmarks.evidence.frequency import UNSEEN, name_of, tenths_of
 from cce_dist.bench.golden import Gradients
 from cce_dist.bench.inputs import BenchInputs
-from cce_dist.train.evaluate.scores import frequency_groups
 
 ALL = "all"
 NUM_ID_GROUPS = 10
@@ -67,20 +66,15 @@ def groups_of(inputs: BenchInputs, tenths: bool) -> list[Group]:
             f"weight), got {list(inputs.token_counts.shape)}"
         )
     counts = inputs.token_counts.cpu()
-    numbers = torch.from_numpy(frequency_groups(counts.numpy())) + 1
-    numbers[counts == 0] = UNSEEN
-    for number in range(1, UNSEEN + 1):
-        chosen = numbers == number
-        if chosen.any():
-            ids, times = chosen.to(device), counts[chosen]
-            bounds = int(times.min()), int(times.max())
-            groups.append(Group(name_of(number), ids, ids[inputs.targets], bounds))
+    numbers = torch.from_numpy(tenths_of(counts.numpy()))
+    chosen = {name_of(number): numbers == number for number in range(1, UNSEEN + 1)}
     ranked = torch.sort(counts, descending=True, stable=True).indices
-    for number, chosen in enumerate(ranked.tensor_split(NUM_ID_GROUPS), 1):
-        ids = torch.zeros_like(every).index_fill_(0, chosen.to(device), True)
-        times = counts[chosen]
-        bounds = int(times.min()), int(times.max())
-        groups.append(Group(f"ids {number}", ids, ids[inputs.targets], bounds))
+    for number, some in enumerate(ranked.tensor_split(NUM_ID_GROUPS), 1):
+        chosen[f"ids {number}"] = torch.isin(torch.arange(vocab_size), some)
+    for name, ids in chosen.items():
+        if ids.any():
+            times = int(counts[ids].min()), int(counts[ids].max())
+            groups.append(Group(name, ids.to(device), ids.to(device)[inputs.targets], times))
     return groups
 
 
