@@ -32,11 +32,7 @@ def converge_command(
         Names, typer.Option(help="random or checkpoint; may be repeated. [both]")
     ] = None,
     method: Annotated[
-        Names,
-        typer.Option(
-            help="May be repeated; tile-filter, tile-filter-hidden and tile-filter-weight are "
-            "Apple's filter in dense torch. [all others; peers only on a GPU]"
-        ),
+        Names, typer.Option(help="May be repeated. [all; peers only on a GPU]")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds, from 0 on.")] = 3,
     dim: Size = 512,

@@ -11,7 +11,6 @@ from typing import Literal, get_args
 
 import torch
 
-from benchmarks.converge.tile_filter import tile_filter_loss
 from cce_dist import Filter, LinearCrossEntropy, Screen
 from cce_dist.bench.golden import LossFunction, dense_loss
 from cce_dist.bench.peers import PEERS
@@ -24,8 +23,6 @@ STARTS = get_args(Start)
 OURS = ("exact", "in_forward", "filtered", "no-tail", "screened")
 PEER_METHODS = ("cce", "cce-kahan-full-c")
 METHODS = ("dense", *OURS, *PEER_METHODS)
-# Apple's filter in dense torch, on both gradients or on one of them; runs only when asked for.
-TILE_FILTERS = ("tile-filter", "tile-filter-hidden", "tile-filter-weight")
 HEAD_DIM = 64
 CHECKPOINT_SEED = 1000
 
@@ -140,7 +137,7 @@ class Plan:
     def __post_init__(self) -> None:
         for name, got, known in (
             ("start", self.starts, STARTS),
-            ("method", self.methods, (*METHODS, *TILE_FILTERS)),
+            ("method", self.methods, METHODS),
         ):
             unknown = sorted(set(got) - set(known))
             if unknown:
@@ -208,9 +205,6 @@ def builders(backend: Backend, on_gpu: bool, sizes: Sizes) -> dict[str, Callable
         # Ask which steps were screened: if 8 bits are not enough, a call computes full logits.
         "screened": lambda: filtered(logits="screened", screen=screen, stats=("screened",)),
         **{name: PEERS[name] for name in PEER_METHODS},
-        "tile-filter": tile_filter_loss,
-        "tile-filter-hidden": lambda: tile_filter_loss(of_weight=False),
-        "tile-filter-weight": lambda: tile_filter_loss(of_hidden=False),
     }
     return {name: functools.cache(build) for name, build in by_method.items()}
 

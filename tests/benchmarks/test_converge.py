@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from benchmarks.converge.plan import Plan, Sizes, as_start, builders, parse_slice
-from benchmarks.converge.tile_filter import tile_filter_loss
 from benchmarks.evidence.convergence import cases_of
 from benchmarks.evidence.records import read_record
 from cce_dist.cli.main import app
@@ -146,28 +144,3 @@ def test_plan() -> None:
     assert Sizes(steps=10, evaluations=4).marks == (0, 2, 5, 7, 10)
     with pytest.raises(ValueError, match="slice must be K/N such as 0/4, got '3'"):
         parse_slice("3")
-
-
-@pytest.mark.parametrize("of_hidden", [False, True])
-@pytest.mark.parametrize("of_weight", [False, True])
-def test_tile_filter_drops_whole_tiles(of_hidden: bool, of_weight: bool) -> None:
-    # Two blocks of tokens and four of columns, the last ones ragged.
-    inputs = zipf_inputs(200, 400, 16, generator=torch.Generator().manual_seed(0))
-    targets = inputs.targets
-    hidden, weight = (x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
-    loss = tile_filter_loss(of_hidden=of_hidden, of_weight=of_weight)(hidden, weight, targets)
-    (3 * loss).backward()
-    logits = (hidden @ weight.T).detach()
-    assert loss.item() == pytest.approx(F.cross_entropy(logits, targets).item(), 1e-6)
-    whole = logits.softmax(1) - F.one_hot(targets, 400)
-    filtered, columns = whole.clone(), logits.mean(0).argsort(descending=True)
-    dropped = 0
-    for rows in torch.arange(200).split(128):
-        for some in columns.split(128):
-            if whole[rows][:, some].abs().max() < 64 / 400:
-                filtered[rows[:, None], some] = 0
-                dropped += 1
-    assert 0 < dropped < 8
-    of = {False: whole, True: filtered}
-    torch.testing.assert_close(hidden.grad, 3 / 200 * of[of_hidden] @ weight.detach())
-    torch.testing.assert_close(weight.grad, 3 / 200 * of[of_weight].T @ hidden.detach())
