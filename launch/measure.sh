@@ -128,7 +128,7 @@ case $GPUS-$part in
     ;;
 *-pipeline)
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-    bench_ranks pipeline --csv "$OUT/pipeline.csv" --plot "$OUT/pipeline.png" "$@"
+    bench_ranks pipeline --csv "$OUT/pipeline.csv" "$@"
     ;;
 *-train)
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,7 +17,6 @@ from cce_dist.bench.arguments import (
     machine_of,
     refusals,
 )
-from cce_dist.needs.extras import need_modules
 
 if TYPE_CHECKING:
     from cce_dist.bench.report import Cells
@@ -35,8 +33,10 @@ def pipeline_command(
     dim: Annotated[
         int | None, typer.Option(min=2, help="Hidden size, in place of the model's.")
     ] = None,
+    last_layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of the last stage. [an even share]")
+    ] = None,
     head: Annotated[Names, typer.Option(help="The head's place; may be repeated. [all]")] = None,
-    gradient: Annotated[str, typer.Option(help="Of our losses: filtered or exact.")] = "filtered",
     logits: Annotated[str, typer.Option(help="Of our losses: full or screened.")] = "full",
     sequence: Size = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a microbatch.")] = 1,
@@ -47,12 +47,9 @@ def pipeline_command(
     timeout_seconds: Annotated[float, typer.Option(min=1, help="Limit of a collective.")] = 120.0,
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
-    plot_path: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the timelines of all heads into this PNG.")
-    ] = None,
 ) -> None:
-    """Steps of a pipeline of one stage a rank: the head dense or fused on the last stage, with
-    layers moved away from it, and the vocabulary over all ranks.
+    """Steps of a pipeline of one stage a rank: the head dense or fused on the last stage, and the
+    vocabulary over all ranks.
 
     torchrun --nproc-per-node 4 -m cce_dist bench pipeline
     """
@@ -60,13 +57,10 @@ def pipeline_command(
 
     from benchmarks.ranks.megatron_model import MODELS
     from benchmarks.ranks.pipeline import HEADS, Plan, bench_pipeline
-    from benchmarks.ranks.pipeline_plot import draw
     from cce_dist.bench.inputs import Shape, make_inputs
     from cce_dist.bench.ranks import joined
     from cce_dist.bench.report import Report
 
-    if plot_path is not None:
-        need_modules("matplotlib")
     with refusals():
         if model not in MODELS:
             raise ValueError(f"model must be among {list(MODELS)}, got {model!r}")
@@ -84,15 +78,12 @@ def pipeline_command(
         report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path, None)
         shape = Shape(batch * sequence, sizes.vocab_size, sizes.dim)
         inputs = make_inputs("zipf", shape, dtype=getattr(torch, dtype), device=job.device)
-        ours = {"gradient": gradient, "logits": logits}
-        about = {"model": model, "stages": job.size, **ours, **inputs.description}
-        plan = Plan(head or HEADS, sequence, batch, microbatches, repeats, gradient, logits)
+        about = {"model": model, "stages": job.size, "logits": logits, **inputs.description}
+        plan = Plan(head or HEADS, sequence, batch, microbatches, repeats, logits, last_layers)
 
         def save(rows: list[Cells]) -> None:
             if job.is_main:
                 report.add(about, rows)
 
-        _, lanes = bench_pipeline(job, sizes, inputs, plan, save)
+        bench_pipeline(job, sizes, inputs, plan, save)
         report.finish_case()
-        if plot_path is not None and job.is_main:
-            draw(lanes, plot_path)

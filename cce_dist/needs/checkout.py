@@ -28,7 +28,7 @@ EXPERIMENTS = {
     "megatron": "Whole steps of a Megatron job on GPUs, with Megatron's losses and ours; all ranks "
     "are tensor-parallel.",
     "pipeline": "Steps of a pipeline of one stage a rank: the head dense or fused on the last "
-    "stage, with layers moved away from it, and the vocabulary over all ranks.",
+    "stage, and the vocabulary over all ranks.",
     "capture": "Train on one rank and save what the loss sees (hidden, weight, targets) at some "
     "steps.",
 }
