@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.evidence.convergence import ALL, RAREST, cases_of
+from benchmarks.evidence.convergence import ALL, RAREST, Pool, cases_of
 from benchmarks.evidence.frequency import frequency_tenths, name_of
 from benchmarks.evidence.records import (
+    Record,
     RecordError,
     append_rows,
     make_record,
@@ -118,22 +119,31 @@ def test_frequency_tenths() -> None:
     assert [name_of(tenth) for tenth in tenths[-3:]] == ["7", "3", "never"]
 
 
+def alone(record: Record) -> Pool:
+    """The runs of a record that has a single case."""
+    (case,) = cases_of(record)
+    return Pool((case,), tuple(case.methods))
+
+
 def test_verdict_within_the_spread() -> None:
-    (case,) = cases_of(convergence({"dense": 0.0, "filtered": 0.008, "no-tail": 0.02}))
+    runs = alone(convergence({"dense": 0.0, "filtered": 0.008, "no-tail": 0.02}))
     end = STEPS[-1]
     # Seeds are 0.01 apart, so that the standard deviation is that at every step.
-    assert case.spread(end) == pytest.approx(0.01)
-    assert case.difference("filtered", end, RAREST) == pytest.approx(0.008 * 11 / 12)
+    assert runs.spread(end) == pytest.approx(0.01)
+    assert runs.difference("filtered", end, RAREST) == pytest.approx(0.008 * 11 / 12)
     # The seeds differ by themselves; each differs from its own dense by the same.
-    assert case.standard_error("filtered", end) == pytest.approx(0, abs=1e-12)
-    verdict = case.verdict("filtered")
-    assert verdict.within and verdict.worst == pytest.approx(0.8)
+    assert runs.standard_error("filtered", end) == pytest.approx(0, abs=1e-12)
+    verdict = runs.verdict("filtered")
+    assert verdict.worst == pytest.approx(0.8) and verdict.share_within == 1
     assert (verdict.step, verdict.group) == (end, "never")
-    assert case.in_spreads("filtered", end, RAREST) == pytest.approx(0.8 * 11 / 12)
-    outside = case.verdict("no-tail")
-    assert outside.within is False and outside.worst == pytest.approx(2.0)
+    assert runs.in_spreads("filtered", end, RAREST) == pytest.approx(0.8 * 11 / 12)
+    outside = runs.verdict("no-tail")
+    assert outside.worst == pytest.approx(2.0)
     assert 0 < outside.share_within < 1
-    assert case.verdict("screened").reason == "ValueError: not here"
+    (case,) = runs.cases
+    assert case.why_not("screened") == "ValueError: not here"
+    compared = [name for name in case.methods if case.compares(name)]
+    assert compared == ["filtered", "no-tail"]
 
 
 def test_spread_is_of_the_evaluations_around() -> None:
@@ -145,10 +155,11 @@ def test_spread_is_of_the_evaluations_around() -> None:
         else row
         for row in record.rows
     ]
-    (case,) = cases_of(replace(record, rows=tuple(rows)))
-    assert case.spread(20, ALL) == 0
-    assert case.spread(80, ALL) == pytest.approx(0.4 / math.sqrt(3))
-    assert case.deviation("dense", 80) == pytest.approx(statistics.stdev([0.0, 0.4, 0.8]))
+    runs = alone(replace(record, rows=tuple(rows)))
+    assert runs.spread(20, ALL) == 0
+    # Those of steps 40, 60 and 80.
+    variance = statistics.variance([0.0, 0.4, 0.8])
+    assert runs.spread(80, ALL) == pytest.approx(math.sqrt(variance / 3))
 
 
 def test_standard_error_is_of_the_seeds_own_differences() -> None:
@@ -160,20 +171,19 @@ def test_standard_error_is_of_the_seeds_own_differences() -> None:
         for row in record.rows
     )
     record = replace(record, rows=rows)
-    (case,) = cases_of(record)
     error = statistics.stdev([0.01, 0.02, 0.06]) / math.sqrt(3)
-    assert case.standard_error("filtered", STEPS[-1]) == pytest.approx(error)
+    assert alone(record).standard_error("filtered", STEPS[-1]) == pytest.approx(error)
     text = "\n".join(show_convergence.section(record))
     # Two standard errors of three seeds: may be chance, and is not bold.
     assert f"| +0.0300 ± {error:.4f} |" in text
     assert f"| +3.00 ± {100 * error:.2f} | all tokens, step" in text
 
 
-def test_verdict_needs_seeds() -> None:
-    (case,) = cases_of(convergence({"dense": 0.0, "filtered": 0.0}, seeds=1))
-    assert case.verdict("filtered").within is None
-    assert "two seeds" in case.verdict("filtered").reason
-    assert case.standard_error("filtered", 80) is None
+def test_a_comparison_needs_seeds() -> None:
+    runs = alone(convergence({"dense": 0.0, "filtered": 0.0}, seeds=1))
+    (case,) = runs.cases
+    assert "two seeds" in case.why_not("filtered")
+    assert runs.standard_error("filtered", 80) is None
     assert case.loss("dense", 0, 0) == pytest.approx(loss_at(0, ALL, 0))
 
 
