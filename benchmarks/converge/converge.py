@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.converge.plan import CHECKPOINT_SEED, Group, Plan, Sizes, Start, builders
+from benchmarks.converge.plan import CHECKPOINT_SEED, Group, Plan, Sizes, builders
 from benchmarks.converge.run import Cells, Trainer
 from benchmarks.converge.text import Text, texts_of
 from benchmarks.evidence.records import Cell, Record, append_rows, locked, read_record
 from cce_dist.bench.methods import recover
-from cce_dist.options import Backend
 from cce_dist.train.data.tokens import prepare_tokens
 from cce_dist.train.errors import JobError
 from cce_dist.train.ranks import Ranks
@@ -38,7 +37,6 @@ class Work:
         record: a record without rows; its file in `folder` gets the rows of each finished run.
         cache: folder of token ids and checkpoints, which are made once.
         paths: text; empty: the text of the Python installation.
-        fine_tune_paths: text to continue on; empty: the last third of the documents.
     """
 
     plan: Plan
@@ -47,8 +45,6 @@ class Work:
     folder: Path
     cache: Path
     paths: tuple[Path, ...] = ()
-    fine_tune_paths: tuple[Path, ...] = ()
-    backend: Backend = "auto"
 
     def append(self, rows: Sequence[Cells]) -> None:
         append_rows(dataclasses.replace(self.record, rows=tuple(rows)), self.folder)
@@ -68,7 +64,7 @@ class Vocabulary:
 
     size: int
     key: str
-    texts: Mapping[Start, Text]
+    texts: Mapping[str, Text]
 
 
 def converge(work: Work, ranks: Ranks, say: Say, *, budget_seconds: float, retry: bool) -> int:
@@ -85,7 +81,7 @@ def converge(work: Work, ranks: Ranks, say: Say, *, budget_seconds: float, retry
     """
     started, longest, left = time.perf_counter(), 0.0, 0
     work.append([])
-    losses = builders(work.backend, ranks.device.type == "cuda", work.sizes)
+    losses = builders(ranks.device.type == "cuda", work.sizes)
     vocabulary = None
     for group in work.plan.groups():
         trainer = None
@@ -122,13 +118,7 @@ def prepare(work: Work, vocab_size: int, say: Say) -> Vocabulary:
     if cache.num_merged < vocab_size:
         say(f"the text gives {cache.num_merged} tokens of V={vocab_size}: the rest never occur")
     texts = texts_of(
-        cache,
-        vocab_size,
-        work.fine_tune_paths,
-        sizes.megabytes,
-        sizes.held_out_tokens,
-        sizes.sequence_length,
-        work.plan.starts,
+        cache, vocab_size, sizes.held_out_tokens, sizes.sequence_length, work.plan.starts
     )
     return Vocabulary(vocab_size, cache.key, texts)
 
@@ -180,8 +170,7 @@ def _checkpoint(
             config = sizes.config(vocabulary.size, CHECKPOINT_SEED, "random", work.cache)
             text = vocabulary.texts["random"]
             maker = Trainer(config, (sizes.steps,), text, about, vocabulary.key, ranks)
-            on_gpu = ranks.device.type == "cuda"
-            rows = maker.run("dense", builders(work.backend, on_gpu, sizes)["dense"])
+            rows = maker.run("dense", builders(ranks.device.type == "cuda", sizes)["dense"])
             if "failed" in rows[-1]:
                 raise JobError(f"the checkpoint of V={vocabulary.size}: {rows[-1]['failed']}")
             row = {**rows[-2], **rows[-1], **about}

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.converge.plan import Start
 from benchmarks.evidence.frequency import UNSEEN, frequency_tenths, name_of
 from benchmarks.evidence.records import Cell
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.data.batches import Batches
-from cce_dist.train.data.text import collect_documents
-from cce_dist.train.data.tokens import TokenCache, encode_texts
+from cce_dist.train.data.tokens import TokenCache
 from cce_dist.train.loop import forward_body
 from cce_dist.train.model.decoder import Decoder
 from cce_dist.train.model.head import head_layout, make_token_nll
 from cce_dist.train.ranks import Ranks
 
-# Share of the documents in the first text, where no second text is named.
+# Share of the tokens in the first text.
 FIRST_SHARE = 2 / 3
 
 
@@ -68,36 +65,26 @@ class Text:
 def texts_of(
     cache: TokenCache,
     vocab_size: int,
-    fine_tune_paths: Sequence[Path],
-    megabytes: float,
     held_out_tokens: int,
     sequence_length: int,
-    starts: Sequence[Start],
-) -> dict[Start, Text]:
-    """Returns the text of each start; runs from random weights and the checkpoint's run share one.
-
-    Without `fine_tune_paths`, the text of the start "checkpoint" is the last third of the
-    documents.
+    starts: Sequence[str],
+) -> dict[str, Text]:
+    """Returns the text of each start: "random" has two thirds of the documents, "checkpoint" the
+    rest. The checkpoint's own run is on the first text.
 
     Raises:
-        ConfigError: `fine_tune_paths` hold no text.
         ValueError: a text is too short.
     """
     tokens = cache.tokens()
-    if fine_tune_paths:
-        documents = collect_documents(fine_tune_paths, megabytes)
-        first, second = tokens, np.concatenate(encode_texts(cache, documents))
-    else:
-        # Every document ends with the same token as the last one.
-        ends = np.flatnonzero(tokens == tokens[-1])
-        cut = int(ends[np.searchsorted(ends, FIRST_SHARE * len(tokens))]) + 1
-        first, second = tokens[:cut], tokens[cut:]
-    texts: dict[Start, Text] = {
-        "random": _split(first, vocab_size, held_out_tokens, sequence_length)
+    # Every document ends with the same token as the last one.
+    ends = np.flatnonzero(tokens == tokens[-1])
+    cut = int(ends[np.searchsorted(ends, FIRST_SHARE * len(tokens))]) + 1
+    parts = {"random": tokens[:cut], "checkpoint": tokens[cut:]}
+    return {
+        start: _split(part, vocab_size, held_out_tokens, sequence_length)
+        for start, part in parts.items()
+        if start in ("random", *starts)
     }
-    if "checkpoint" in starts:
-        texts["checkpoint"] = _split(second, vocab_size, held_out_tokens, sequence_length)
-    return texts
 
 
 def _split(tokens: np.ndarray, vocab_size: int, held_out_tokens: int, sequence_length: int) -> Text:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from benchmarks.cli.fidelity import parse_power
+from benchmarks.cli.converge import parse_power
 from benchmarks.evidence.records import Record, read_record
 from benchmarks.fidelity.candidates import METHODS, Candidate, candidates_of, choose_names
 from benchmarks.fidelity.fidelity import Row, bench_fidelity
