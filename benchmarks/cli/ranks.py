@@ -41,9 +41,9 @@ def megatron_command(
     sequence_parallel: Annotated[
         bool, typer.Option(help="Also run with sequence parallelism.")
     ] = True,
-    largest: Annotated[
-        Names, typer.Option(help="A loss that also runs its largest microbatch; may be repeated.")
-    ] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Compute all layers anew in the backward.")
+    ] = False,
     timeout_seconds: Limit = 120.0,
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
@@ -74,16 +74,13 @@ def megatron_command(
             shape = Shape(batch * sequence, sizes.vocab_size, sizes.dim)
             inputs = make_inputs("zipf", shape, dtype=torch.bfloat16, device=job.device)
             about = {"model": name, "layers": sizes.layers, **inputs.description}
-
-            def save(rows: list[Cells], about: dict[str, str | int] = about) -> None:
-                if job.is_main:
-                    report.add(about, rows)
-
             for parallel in (False, True) if sequence_parallel and job.size > 1 else (False,):
                 plan = Plan(
-                    loss or LOSSES, sequence, batch, microbatches, repeats, parallel, largest or ()
+                    loss or LOSSES, sequence, batch, microbatches, repeats, parallel, recompute
                 )
-                bench_megatron(job, sizes, inputs, plan, save)
+                rows = bench_megatron(job, sizes, inputs, plan)
+                if job.is_main:
+                    report.add(about, rows)
                 report.finish_case()
 
 

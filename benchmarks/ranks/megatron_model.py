@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cce_dist.bench.inputs import BenchInputs
 
-# Options of full recompute, which can be set in the config of an existing model.
+# Options of full recompute.
 RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -42,7 +42,6 @@ MODELS = {
     "llama3-8b": Sizes(128256, 4096, 14336, 16, 32, 8, 128, tied=False),
 }
 
-
 MARKED = ("forward begin", "forward end", "backward begin", "backward end")
 
 
@@ -62,6 +61,15 @@ class Marks:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self.taken.append((name, event))
+
+    def seconds_of_heads(self) -> list[float]:
+        """Returns the seconds that each microbatch spends in LM head and loss, both passes."""
+        parts = [[mark for place, mark in self.taken if place == name] for name in MARKED]
+
+        def between(start: Any, end: Any) -> float:
+            return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+
+        return [between(*x[:2]) + between(*x[2:]) for x in zip(*parts, strict=True)]
 
 
 class HeadInput(torch.autograd.Function):
@@ -135,7 +143,9 @@ def megatron_groups() -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
-def make_config(sizes: Sizes, ranks: int, sequence_parallel: bool, on_gpu: bool) -> Any:
+def make_config(
+    sizes: Sizes, ranks: int, sequence_parallel: bool, on_gpu: bool, recompute: bool
+) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -162,6 +172,7 @@ def make_config(sizes: Sizes, ranks: int, sequence_parallel: bool, on_gpu: bool)
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
         cross_entropy_fusion_impl="native",
+        **(RECOMPUTE if recompute else {}),
     )
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from benchmarks.ranks.megatron import LOSS_TOLERANCE
+from benchmarks.ranks.megatron import require_alike
 from benchmarks.ranks.megatron_model import Sizes
 from benchmarks.ranks.pipeline_model import StageModule, initialize, layout_of
 from cce_dist import LossOptions, StepQuantizer, VocabShard
@@ -85,7 +85,7 @@ def bench_pipeline(
     Raises:
         ValueError: a head is not one of HEADS, there are fewer than two ranks, or a stage would
             have no layer.
-        RuntimeError: a loss differs from the first head's by more than LOSS_TOLERANCE, relatively.
+        RuntimeError: a loss differs from the first head's: `require_alike`.
     """
     unknown = sorted(set(plan.heads) - set(HEADS))
     if unknown:
@@ -97,7 +97,7 @@ def bench_pipeline(
         dist.all_gather_object(everywhere, _measure(job, sizes, inputs, plan, head, layout))
         rows += _rows(head, plan, layout, everywhere)
         save(rows)
-    _require_alike(rows)
+    require_alike({row["head"]: row["mean_loss"] for row in rows}, rows[0]["mean_loss"])
     return rows
 
 
@@ -291,13 +291,3 @@ def _rows(head: str, plan: Plan, layout: Sequence[int], ranks: Sequence[Measured
         }
         for stage, rank in enumerate(ranks)
     ]
-
-
-def _require_alike(rows: Sequence[Cells]) -> None:
-    right = rows[0]["mean_loss"]
-    for row in rows:
-        # `>` would let a NaN pass.
-        if not abs(row["mean_loss"] - right) <= LOSS_TOLERANCE * abs(right):
-            raise RuntimeError(
-                f"{row['head']}: the loss is {row['mean_loss']}, that of {rows[0]['head']} {right}"
-            )
