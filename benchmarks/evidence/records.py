@@ -23,7 +23,7 @@ SCHEMA_VERSION = 1
 DIGITS = 6
 FOLDER = Path("docs/notebook/data/evidence")
 
-Kind = Literal["convergence", "fidelity", "end-to-end", "classes"]
+Kind = Literal["convergence", "fidelity", "end-to-end"]
 Cell = str | int | float | bool | None
 Row = Mapping[str, Cell]
 
@@ -163,14 +163,13 @@ def read_record(path: Path) -> Record:
     return record
 
 
-def read_records(folder: Path = FOLDER, kind: Kind | None = None) -> list[Record]:
-    """Returns a folder's records by name, all or those of one kind; none if there is no folder.
+def read_records(folder: Path = FOLDER) -> list[Record]:
+    """Returns a folder's records by name; none if there is no folder.
 
     Raises:
         RecordError: as for `read_record`, for the first broken file.
     """
-    records = [read_record(path) for path in sorted(folder.rglob("*.json"))]
-    return [record for record in records if kind in (None, record.kind)]
+    return [read_record(path) for path in sorted(folder.rglob("*.json"))]
 
 
 def append_rows(record: Record, folder: Path = FOLDER) -> Record:

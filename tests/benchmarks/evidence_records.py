@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 from benchmarks.evidence.convergence import GROUPS
@@ -108,30 +107,10 @@ def end_to_end() -> Record:
     return record_of("end-to-end", rows)
 
 
-def classes() -> Record:
-    rows: list[dict[str, Cell]] = [
-        {
-            "part": "training",
-            "method": method,
-            "step": step,
-            "views": 256 * step,
-            "seconds": step / 10,
-            "loss": 11 * math.exp(-step / 50),
-            "top1": 1 - math.exp(-step / 50),
-        }
-        for method, step in itertools.product(("filtered", "dense"), (0, 50, 100))
-    ]
-    for method, time, memory in (("filtered", 5.0, 10.0), ("dense", 4.0, 400.0)):
-        cells = {"median_ms": time, "peak_mib": memory, "loss": 1.5}
-        rows.append({"part": "loss", "method": method, **cells})
-    return record_of("classes", rows)
-
-
 def every_kind() -> list[Record]:
     offsets = {"dense": 0.0, "exact": 0.0, "filtered": 0.004, "no-tail": 0.5}
     return [
         convergence(offsets, starts=("random", "checkpoint")),
         fidelity(),
         end_to_end(),
-        classes(),
     ]

@@ -24,11 +24,10 @@ from benchmarks.evidence.records import (
     read_records,
     write_record,
 )
-from benchmarks.evidence.show import show_classes, show_convergence, show_end_to_end
+from benchmarks.evidence.show import show_convergence, show_end_to_end
 from cce_dist.cli.main import app
 from tests.benchmarks.evidence_records import (
     STEPS,
-    classes,
     convergence,
     end_to_end,
     fidelity,
@@ -47,8 +46,8 @@ def test_write_record(tmp_path: Path) -> None:
     assert json.dumps({"a": 0.333333, "c": 12345678, "d": True}, separators=(",", ":")) in (
         path.read_text().splitlines()
     )
-    write_record(classes(), tmp_path)
-    assert [stored.name for stored in read_records(tmp_path, "classes")] == ["classes"]
+    write_record(end_to_end(), tmp_path)
+    assert [stored.name for stored in read_records(tmp_path)] == ["end-to-end", "fidelity"]
     assert read_records(tmp_path / "none") == []
 
 
@@ -66,7 +65,7 @@ def test_write_record(tmp_path: Path) -> None:
 )
 def test_record_refuses(change: dict, message: str) -> None:
     with pytest.raises(RecordError, match=message):
-        replace(classes(), **change)
+        replace(end_to_end(), **change)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_record_refuses(change: dict, message: str) -> None:
     ],
 )
 def test_read_record_refuses(spoil: Callable[[str], str], message: str, tmp_path: Path) -> None:
-    path = write_record(classes(), tmp_path)
+    path = write_record(convergence({"dense": 0.0}), tmp_path)
     path.write_text(spoil(path.read_text()))
     with pytest.raises(RecordError, match=message) as caught:
         read_record(path)
@@ -91,7 +90,7 @@ def test_read_record_refuses(spoil: Callable[[str], str], message: str, tmp_path
 
 
 def test_append_rows(tmp_path: Path) -> None:
-    record = replace(classes(), rows=({"a": 1},), seeds=(0,))
+    record = replace(end_to_end(), rows=({"a": 1},), seeds=(0,))
     append_rows(record, tmp_path)
     appended = append_rows(replace(record, rows=({"a": 2},), seeds=(1,), date="later"), tmp_path)
     assert (appended.rows, appended.seeds, appended.date) == (
@@ -102,12 +101,12 @@ def test_append_rows(tmp_path: Path) -> None:
     assert read_records(tmp_path) == [appended]
     with pytest.raises(RecordError, match="commit was '0123abc', got 'else'"):
         append_rows(replace(record, commit="else"), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["classes.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["end-to-end.json"]
 
 
 def test_make_record() -> None:
     with pytest.raises(RecordError, match="commit must be text"):
-        make_record("classes", "a", "A", {"date": "d", "command": "c"})
+        make_record("fidelity", "a", "A", {"date": "d", "command": "c"})
 
 
 def test_frequency_tenths() -> None:
@@ -222,8 +221,6 @@ def test_introductions_mark_what_is_worse() -> None:
         "- Made up end-to-end: filtered trains 1.07 times liger at batch 8; **0.71 times liger at "
         "batch 16**; 1.07 times liger at each one's largest."
     )
-    (about, _) = show_classes.introduction([classes()])
-    assert "1.25 times dense's time in 0.03 of its memory" in about
 
 
 def test_steps_of_one_machine_and_commit_are_compared() -> None:
