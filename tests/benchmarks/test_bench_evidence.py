@@ -254,7 +254,7 @@ def test_bench_fidelity_refuses(tmp_path: Path) -> None:
         (["fidelity", "--inputs", new, "--method", "fastest"], "method must be among ['dense',"),
         (["fidelity", "--inputs", new, "--keep", "2^x"], "keep must be a number above 0 such as"),
         (["fidelity", "--inputs", new, "--record", "x.csv"], "record must be the path of a .json"),
-        (["fidelity", "--inputs", new, "--record", "a b.json"], "name must be lower-case"),
+        (["fidelity", "--inputs", new, "--record", "a b.json"], "name: String should match"),
         (["fidelity", "--inputs", "zip"], "inputs must be one of"),
         (["fidelity", "--inputs", "zipf"], "inputs must be a file of"),
     ):
