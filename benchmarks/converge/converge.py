@@ -91,8 +91,8 @@ def converge(work: Work, ranks: Ranks, say: Say, *, budget_seconds: float, retry
             if budget_seconds and run_started - started + longest > budget_seconds:
                 left += len(methods) - number
                 break
-            if vocabulary is None or vocabulary.size != group.vocab_size:
-                vocabulary = prepare(work, group.vocab_size, say)
+            if vocabulary is None or vocabulary.size != group.vocab:
+                vocabulary = prepare(work, group.vocab, say)
             if trainer is None:
                 trainer = _trainer(work, group, vocabulary, ranks, say)
             rows = trainer.run(method, losses[method])
@@ -124,7 +124,7 @@ def prepare(work: Work, vocab_size: int, say: Say) -> Vocabulary:
 
 
 def _missing(work: Work, group: Group, retry: bool) -> list[str]:
-    mine = _about(group).items()
+    mine = group._asdict().items()
     done = {
         row["method"]
         for row in work.recorded()
@@ -135,14 +135,8 @@ def _missing(work: Work, group: Group, retry: bool) -> list[str]:
 
 def _trainer(work: Work, group: Group, vocabulary: Vocabulary, ranks: Ranks, say: Say) -> Trainer:
     text = vocabulary.texts[group.start]
-    identity: Cells = {"vocab": group.vocab_size, "start": group.start}
-    known = any(
-        row["part"] == "text" and identity.items() <= row.items() for row in work.recorded()
-    )
-    if not known:
-        work.append(text.rows({**identity, "text": vocabulary.key}))
-    config = work.sizes.config(group.vocab_size, group.seed, group.start, work.cache)
-    trainer = Trainer(config, work.sizes.marks, text, _about(group), vocabulary.key, ranks)
+    config = work.sizes.config(group.vocab, group.seed, group.start, work.cache)
+    trainer = Trainer(config, work.sizes.marks, text, group._asdict(), vocabulary.key, ranks)
     if group.start == "checkpoint":
         trainer.start_with(_checkpoint(work, vocabulary, ranks, say))
     return trainer
@@ -183,10 +177,6 @@ def _checkpoint(
     return saved["weights"]
 
 
-def _about(group: Group) -> Cells:
-    return {"vocab": group.vocab_size, "start": group.start, "seed": group.seed}
-
-
 def _describe(group: Group, method: str, rows: Sequence[Cells]) -> str:
     outcome = rows[-1].get("failed") or f"loss {rows[-2]['all']:.4f}"
-    return f"V={group.vocab_size} {group.start} seed {group.seed} {method}: {outcome}"
+    return f"V={group.vocab} {group.start} seed {group.seed} {method}: {outcome}"

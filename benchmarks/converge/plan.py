@@ -112,7 +112,7 @@ class Sizes:
 class Group(NamedTuple):
     """Runs with the same first weights and the same batches, so that only methods differ."""
 
-    vocab_size: int
+    vocab: int
     start: str
     seed: int
 

@@ -108,6 +108,7 @@ class Trainer:
                     nats = evaluate(model, self.text, config, self.ranks)
                     rows.append({**about, "part": "curve", "step": step, **nats})
         timing: Cells = {
+            "text": self.job.data_key,
             "steps": config.steps,
             "tokens": config.steps * config.batch * config.data.sequence_length,
             "seconds": sum(seconds),

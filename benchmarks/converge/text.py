@@ -44,23 +44,6 @@ class Text:
             sequence_length=config.data.sequence_length,
         )
 
-    def rows(self, about: dict[str, Cell]) -> list[dict[str, Cell]]:
-        """Returns a row for each group of tokens: how many tokens and ids it has."""
-        ids = np.bincount(self.tenths, minlength=UNSEEN + 1)
-        trained = np.bincount(self.tenths[self.train], minlength=UNSEEN + 1)
-        held_out = np.bincount(self.tenths[self.held_out[1:]], minlength=UNSEEN + 1)
-        return [
-            {
-                "part": "text",
-                **about,
-                "group": name_of(tenth),
-                "num_ids": int(ids[tenth]),
-                "num_trained": int(trained[tenth]),
-                "num_held_out": int(held_out[tenth]),
-            }
-            for tenth in range(1, UNSEEN + 1)
-        ]
-
 
 def texts_of(
     cache: TokenCache,

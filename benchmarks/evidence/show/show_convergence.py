@@ -30,19 +30,9 @@ STARTS = {"random": "from random weights", "checkpoint": "from a checkpoint, on 
 SHOWN = (ALL, RAREST, NEVER)
 # Standard errors from 0 beyond which chance puts a difference in 1 % of cases, by the degrees of
 # freedom (Student's t): three seeds take far more than nine.
-CRITICAL = {
-    1: 63.66,
-    2: 9.92,
-    3: 5.84,
-    4: 4.60,
-    5: 4.03,
-    6: 3.71,
-    8: 3.36,
-    10: 3.17,
-    15: 2.95,
-    20: 2.85,
-    30: 2.75,
-}
+DEGREES = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30)
+VALUES = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.36, 3.17, 2.95, 2.85, 2.75)
+CRITICAL: dict[int, float] = dict(zip(DEGREES, VALUES, strict=True))
 HOW_TO_READ = (
     "Differences to dense are means over seeds, in nats of held-out text after the last step, ± "
     "their standard error; runs of one seed differ only in the loss. **Bold**: chance gives such a "
