@@ -39,6 +39,10 @@ class Candidate:
     default: bool = False
 
     @property
+    def name(self) -> str:
+        return self.method + ("" if self.keep is None else f" at {self.keep:.6g}")
+
+    @property
     def may_fail(self) -> bool:
         """Tells whether the method may be missing or refuse; its failure is then recorded."""
         return self.method in (SCREENED, *APPLE)

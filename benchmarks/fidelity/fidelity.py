@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.fidelity.candidates import Candidate
 from benchmarks.fidelity.kept import shares_kept
 from benchmarks.fidelity.tenths import ALL, Group, compare_groups, groups_of, products_by_row
-from cce_dist import LinearCrossEntropy
-from cce_dist.bench.golden import Gradients, LossFunction, golden_gradients, gradients
+from cce_dist.bench.golden import Gradients, golden_gradients, gradients
 from cce_dist.bench.inputs import BenchInputs
-from cce_dist.bench.loss import mean_tail_mass, was_screened
-from cce_dist.bench.machine import Timer, interleaved_times, variant_of
-from cce_dist.bench.methods import describe_failure, recover, time_limit
-from cce_dist.bench.report import percentiles_ms
+from cce_dist.bench.loss import Settings, bench_loss
+from cce_dist.bench.methods import Method
+from cce_dist.bench.report import Row as LossRow
 
 GOLDEN = "float64"
 Row = dict[str, Any]
-
-
-@dataclass
-class Trial:
-    """The measurements of one candidate so far: cells by group, or why it failed."""
-
-    candidate: Candidate
-    function: LossFunction | None = None
-    cells: dict[str, Row] = field(default_factory=dict)
-    failed: str | None = None
 
 
 def bench_fidelity(
@@ -49,104 +36,78 @@ def bench_fidelity(
     threshold. `screened` is False if 8 bits were not enough and the call was computed in full. Loss
     error, shares and times are in the row of group "all" alone. Rows of "float64" describe each
     group, and give its share of the squared norm of the whole gradient. Ignored tokens are removed
-    first.
+    first. A method that fails has one row, which says why.
 
     Args:
         tenths: also measures groups by the frequency of tokens; needs `inputs.token_counts`.
-        timeout_seconds: time to import, compile and run a method that may fail; 0: no bound.
-        failed: methods that are not to be run, each with the reason to report.
+        timeout_seconds: time to import, compile and run a method; 0: no bound.
+        failed: names of candidates that are not to be run, each with the reason to report.
     Raises:
         ValueError: `tenths` is set and the inputs have no counts.
-        DeviceLostError: a peer broke the CUDA context.
+        RuntimeError: a method failed that may not.
+        DeviceLostError: a method broke the CUDA context.
     """
     inputs = inputs.without_ignored()
     groups = groups_of(inputs, tenths)
+    measured = _measure(
+        inputs, candidates, Settings(repeats, timeout_seconds=timeout_seconds), failed or {}, say
+    )
     golden = golden_gradients(inputs)
-    rows = _golden_rows(golden, groups)
-    # A method that failed at one threshold is not tried at the others.
-    reasons = dict(failed or {})
-    trials: list[Trial] = []
+    rows, lost = _golden_rows(golden, groups), set()
     for candidate in candidates:
-        method = candidate.method
-        if method not in reasons:
-            trials.append(_try(candidate, inputs, golden, groups, timeout_seconds))
-            say(_progress(trials[-1]))
-            if trials[-1].failed is not None:
-                reasons[method] = trials[-1].failed
-        elif all(trial.candidate.method != method for trial in trials):
-            trials.append(Trial(candidate, failed=reasons[method]))
-    # Their memory is free again where times are taken.
-    del golden
-    _add_shares(trials, inputs)
-    _time_in_turns(trials, inputs, repeats, Timer(inputs.hidden.device))
-    return [*rows, *(row for trial in trials for row in _rows(trial))]
+        about: Row = {"method": candidate.method}
+        if candidate.keep is not None:
+            default = candidate.default or None
+            about |= {"threshold": candidate.keep, "by": "mass", "default": default}
+        cells = measured[candidate.name]
+        if "failed" in cells:
+            if candidate.method not in lost:
+                rows.append({**about, "group": ALL, **cells})
+            lost.add(candidate.method)
+            continue
+        compared: dict[str, Row] = compare_groups(
+            gradients(candidate.build(), inputs), golden, groups
+        )
+        compared[ALL] |= cells
+        rows += [{**about, "group": name, **each} for name, each in compared.items()]
+    return rows
 
 
-def _try(
-    candidate: Candidate,
+def _measure(
     inputs: BenchInputs,
-    golden: Gradients,
-    groups: list[Group],
-    timeout_seconds: float,
-) -> Trial:
-    try:
-        with time_limit(timeout_seconds if candidate.may_fail else 0.0):
-            return _compare(candidate, inputs, golden, groups)
-    except Exception as error:
-        if not candidate.may_fail:
-            raise
-        reason = describe_failure(error)
-    recover(candidate.method, reason, inputs.hidden.device)
-    return Trial(candidate, failed=reason)
+    candidates: Sequence[Candidate],
+    settings: Settings,
+    failed: Mapping[str, str],
+    say: Callable[[str], None],
+) -> dict[str, Row]:
+    """Returns what is known of all tokens together, or why it is not, by the candidate's name."""
 
+    def save(rows: Sequence[LossRow]) -> None:
+        last = rows[-1].cells
+        errors = [
+            f"{key} {last[f'{key}_error'] or 0:.1e}" for key in ("grad_hidden", "grad_weight")
+        ]
+        say(f"{last['method']}: {last['failed'] or ', '.join(errors)}")
 
-def _compare(
-    candidate: Candidate, inputs: BenchInputs, golden: Gradients, groups: list[Group]
-) -> Trial:
-    function = candidate.build()
-    ours = gradients(function, inputs)
-    cells: dict[str, Row] = compare_groups(ours, golden, groups)
-    of_all, golden_loss = cells[ALL], float(golden.loss)
-    of_all["loss_error"] = abs(float(ours.loss) - golden_loss) / abs(golden_loss)
-    if isinstance(function, LinearCrossEntropy) and candidate.keep is not None:
-        of_all["tail_mass"] = mean_tail_mass(inputs, function.options)
-        if function.options.logits == "screened":
-            of_all["screened"] = was_screened(inputs, function.options)
-    return Trial(candidate, function, cells)
-
-
-def _add_shares(trials: Sequence[Trial], inputs: BenchInputs) -> None:
-    """Adds the kept shares of all thresholds, in one pass over the logits."""
-    ours = {
-        number: trial.candidate.keep
-        for number, trial in enumerate(trials)
-        if trial.candidate.keep is not None and trial.function is not None
-    }
-    shares = shares_kept(inputs, list(ours.values()))
-    for number, share in zip(ours, shares, strict=True):
-        trials[number].cells[ALL]["kept"] = share
-
-
-def _time_in_turns(
-    trials: Sequence[Trial], inputs: BenchInputs, repeats: int, timer: Timer
-) -> None:
-    variants = {
-        number: variant_of(trial.function, inputs, "loss+grad")
-        for number, trial in enumerate(trials)
-        if trial.function is not None
-    }
-
-    def fail(number: int, error: Exception) -> None:
-        candidate = trials[number].candidate
-        if not candidate.may_fail:
-            raise error
-        trials[number].failed = describe_failure(error)
-        recover(candidate.method, describe_failure(error), timer.device)
-
-    taken = interleaved_times(variants, dict.fromkeys(variants, repeats), timer, fail)
-    for number, seconds in taken.items():
-        if trials[number].failed is None:
-            trials[number].cells[ALL] |= {**percentiles_ms(seconds), "repeats": len(seconds)}
+    # As peers: the error of a large threshold is a result, and no reason to stop.
+    methods = [Method(candidate.name, "peer", candidate.build) for candidate in candidates]
+    loss_rows = bench_loss(inputs, methods, settings, save=save, failed=failed)
+    by_name = {row.method: row for row in loss_rows}
+    keeps = [candidate.keep for candidate in candidates if candidate.keep is not None]
+    kept = dict(zip(keeps, shares_kept(inputs, keeps), strict=True))
+    measured = {}
+    for candidate in candidates:
+        row = by_name[candidate.name]
+        if row.failed and not candidate.may_fail:
+            raise RuntimeError(f"{candidate.name}: {row.failed}")
+        known = {
+            "kept": None if candidate.keep is None else kept[candidate.keep],
+            "screened": {"yes": True, "no": False}.get(row.screened),
+            **{name: getattr(row, name) for name in ("loss_error", "tail_mass", "repeats")},
+            **{name: getattr(row, name) for name in ("median_ms", "p10_ms", "p90_ms")},
+        }
+        measured[candidate.name] = {"failed": row.failed} if row.failed else known
+    return measured
 
 
 def _golden_rows(golden: Gradients, groups: Sequence[Group]) -> list[Row]:
@@ -168,23 +129,3 @@ def _golden_rows(golden: Gradients, groups: Sequence[Group]) -> list[Row]:
             }
         )
     return rows
-
-
-def _rows(trial: Trial) -> list[Row]:
-    candidate = trial.candidate
-    about: Row = {"method": candidate.method}
-    if candidate.keep is not None:
-        about |= {"threshold": candidate.keep, "by": "mass", "default": candidate.default or None}
-    if trial.failed is not None:
-        return [{**about, "group": ALL, "failed": trial.failed}]
-    return [{**about, "group": name, **cells} for name, cells in trial.cells.items()]
-
-
-def _progress(trial: Trial) -> str:
-    keep = trial.candidate.keep
-    name = trial.candidate.method + ("" if keep is None else f" at {keep:.3g}")
-    if trial.failed is not None:
-        return f"{name} failed: {trial.failed}"
-    of_all = trial.cells[ALL]
-    errors = [f"{key} {of_all[f'{key}_error']:.1e}" for key in ("grad_hidden", "grad_weight")]
-    return f"{name}: {', '.join(errors)}"

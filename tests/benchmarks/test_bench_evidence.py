@@ -122,7 +122,7 @@ def test_bench_fidelity_says_where_logits_were_screened() -> None:
     # A vocabulary as small keeps every column by itself.
     assert default["screened"] is False and listed["screened"] is True
     _, full = of(rows, "filtered")
-    assert "screened" not in full
+    assert full["screened"] is None
     assert 0 < listed["grad_weight_error"] < 1.1 * full["grad_weight_error"]
 
 
@@ -138,7 +138,7 @@ def test_bench_fidelity_rows() -> None:
     for method in ("dense", "exact", "in_forward"):
         (row,) = of(rows, method)
         assert row["grad_weight_error"] < 1e-5
-        assert not {"threshold", "by", "kept"} & row.keys()
+        assert row["kept"] is None and not {"threshold", "by"} & row.keys()
     default, listed = of(rows, "filtered")
     # A vocabulary as small keeps every column.
     expected = {"threshold": 0.0, "default": True, "kept": 1.0, "tail_mass": 0.0}
@@ -175,7 +175,7 @@ def test_bench_fidelity_of_methods_that_may_fail(monkeypatch: pytest.MonkeyPatch
 
     def second(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         calls.append(len(hidden))
-        if len(calls) > 1:
+        if len(calls) > 5:
             raise RuntimeError("no room")
         return dense_loss(hidden, weight, targets)
 
@@ -184,7 +184,7 @@ def test_bench_fidelity_of_methods_that_may_fail(monkeypatch: pytest.MonkeyPatch
     inputs = skewed(150)
     names = ["screened", "cce", "cce-kahan-full-c"]
     candidates = candidates_of(names, inputs, [0.25], "torch")
-    lost = {"screened": "was lost"}
+    lost = {each.name: "was lost" for each in candidates if each.method == "screened"}
     rows = bench_fidelity(inputs, candidates, repeats=3, tenths=False, failed=lost)
     assert [row["failed"] for row in of(rows, "screened")] == ["was lost"]
     ((apple,), (kahan,)) = (of(rows, name) for name in names[1:])
@@ -221,7 +221,7 @@ def test_bench_fidelity_command(tmp_path: Path) -> None:
     path = tmp_path / "records" / "fidelity-tiny.json"
     some = ["--method", "dense", "--method", "filtered", "--keep", "2^-1.5", "--repeats", "3"]
     output = invoke("fidelity", *files, *some, "--dtype", "float32", "--record", str(path))
-    assert "filtered at 0.354: grad_hidden" in output
+    assert "filtered at 0.353553: grad_hidden" in output
     record = read_record(path)
     assert (record.kind, record.seeds, record.settings["layers"]) == ("fidelity", (3,), 2)
     assert (record.settings["V"], record.settings["D"], record.settings["N"]) == (V, 16, 140)
