@@ -25,11 +25,10 @@ Batch = Annotated[int, typer.Option(min=1, help="Sequences of a microbatch.")]
 Microbatches = Annotated[int, typer.Option(min=1, help="Microbatches of a step.")]
 Steps = Annotated[int, typer.Option(min=3, help="Timed steps of each loss or place of the head.")]
 Limit = Annotated[float, typer.Option(min=1, help="Limit of a collective.")]
-Replaced = Annotated[int | None, typer.Option(min=2, help="In place of the model's.")]
 
 
 def megatron_command(
-    model: Annotated[Names, typer.Option(help="May be repeated. [all]")] = None,
+    model: Annotated[Names, typer.Option(help="May be repeated. [gemma2-2b and llama3-8b]")] = None,
     loss: Annotated[
         Names,
         typer.Option(help="unfused, native, exact, exact-kept, filtered, screened, no head. [all]"),
@@ -69,7 +68,7 @@ def megatron_command(
             raise ValueError("device must be a GPU: Megatron asks torch.cuda for one, found none")
     with refusals(), joined("cuda", timeout_seconds) as job, megatron_groups():
         report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path, None)
-        for name in model or MODELS:
+        for name in model or ("gemma2-2b", "llama3-8b"):
             sizes = MODELS[name]
             shape = Shape(batch * sequence, sizes.vocab_size, sizes.dim)
             inputs = make_inputs("zipf", shape, dtype=torch.bfloat16, device=job.device)
@@ -85,10 +84,8 @@ def megatron_command(
 
 
 def pipeline_command(
-    model: Annotated[str, typer.Option(help="gemma2-2b or llama3-8b.")] = "gemma2-2b",
-    layers: Replaced = None,
-    vocab: Replaced = None,
-    dim: Replaced = None,
+    model: Annotated[str, typer.Option(help="gemma2-2b, llama3-8b or tiny.")] = "gemma2-2b",
+    layers: Annotated[int | None, typer.Option(min=2, help="In place of the model's.")] = None,
     last_layers: Annotated[
         int | None, typer.Option(min=1, help="Layers of the last stage. [an even share]")
     ] = None,
@@ -120,16 +117,7 @@ def pipeline_command(
     with refusals():
         if model not in MODELS:
             raise ValueError(f"model must be among {list(MODELS)}, got {model!r}")
-        sizes = MODELS[model]
-        if dim is not None:
-            # A model of another hidden size keeps the proportions.
-            sizes = replace(
-                sizes,
-                dim=dim,
-                mlp_dim=sizes.mlp_dim * dim // sizes.dim,
-                head_dim=max(2, sizes.head_dim * dim // sizes.dim // 2 * 2),
-            )
-        sizes = replace(sizes, layers=layers or sizes.layers, vocab_size=vocab or sizes.vocab_size)
+        sizes = replace(MODELS[model], layers=layers or MODELS[model].layers)
     with refusals(), joined(device, timeout_seconds) as job:
         report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path, None)
         shape = Shape(batch * sequence, sizes.vocab_size, sizes.dim)

@@ -21,8 +21,6 @@ from torch import Tensor
 import megatron_patch
 from benchmarks.ranks.megatron_model import (
     HeadInput,
-    HeadOutput,
-    Marks,
     Sizes,
     build,
     make_config,
@@ -43,9 +41,9 @@ OURS: dict[str, Callable[[], megatron_patch.PatchOptions]] = {
     "filtered": lambda: options_of(gradient="filtered"),
     "screened": lambda: options_of(logits="screened"),
 }
-# Megatron's losses, ours, and a step without head and loss. The time that a step takes beyond this
-# last one is the time of its head and loss.
-LOSSES = ("unfused", "native", *OURS, "no head")
+# A step without head and loss.
+NO_HEAD = "no head"
+LOSSES = ("unfused", "native", *OURS, NO_HEAD)
 # Relative tolerance of the mean loss: Megatron rounds its logits to 16 bits.
 LOSS_TOLERANCE = 2e-3
 
@@ -68,11 +66,9 @@ class Plan:
 
 
 class Step(NamedTuple):
-    """A step's time, each microbatch's time in LM head and loss, peak before the optimizer, mean
-    loss."""
+    """A step's time, peak before the optimizer, and mean loss."""
 
     seconds: float
-    heads: list[float]
     peak_gib: float
     loss: float
 
@@ -80,7 +76,8 @@ class Step(NamedTuple):
 def bench_megatron(job: Job, sizes: Sizes, inputs: BenchInputs, plan: Plan) -> list[Cells]:
     """Returns a row for each loss. Needs Megatron's groups.
 
-    The losses take turns. The first turn compiles, the second warms up.
+    The losses take turns. The first turn compiles, the second warms up. `head_ms` is a microbatch's
+    share of what a step takes beyond one without head and loss.
 
     Args:
         inputs: plan.sequence * plan.batch tokens and the whole vocabulary, the same on every rank.
@@ -104,8 +101,13 @@ def bench_megatron(job: Job, sizes: Sizes, inputs: BenchInputs, plan: Plan) -> l
                 taken[loss].append(trainer.step())
     everywhere: list[Any] = [None] * job.size
     dist.all_gather_object(everywhere, taken)
-    rows = [_row(loss, job, plan, [rank[loss][2:] for rank in everywhere]) for loss in plan.losses]
-    means = {row["loss"]: row["mean_loss"] for row in rows if row["loss"] != "no head"}
+    rows: list[Cells] = [
+        _row(loss, job, plan, [rank[loss][2:] for rank in everywhere]) for loss in plan.losses
+    ]
+    for without in (row["median_ms"] for row in rows if row["loss"] == NO_HEAD):
+        heads = [(row["median_ms"] - without) / plan.microbatches for row in rows]
+        rows = [{**row, "head_ms": head} for row, head in zip(rows, heads, strict=True)]
+    means = {row["loss"]: row["mean_loss"] for row in rows if row["loss"] != NO_HEAD}
     require_alike(means, means.get("unfused", means.get("native")))
     return rows
 
@@ -129,7 +131,7 @@ def using(loss: str, model: Any) -> Iterator[None]:
         with megatron_patch.patched(model, OURS[loss]()):
             yield
         return
-    if loss != "no head":
+    if loss != NO_HEAD:
         model.config.cross_entropy_loss_fusion = loss == "native"
         yield
         return
@@ -155,14 +157,13 @@ class Trainer:
         config = make_config(sizes, job.size, plan.sequence_parallel, on_gpu, plan.recompute)
         self.model = build(sizes, config, plan.sequence, inputs, job.device)
         self.wrapped, self.optimizer = wrap(config, self.model)
-        self.marks = Marks()
         self.labels = inputs.targets.view(plan.batch, plan.sequence)
         self.tokens = self.labels.roll(1, 1)
         hidden = inputs.hidden.view(plan.batch, plan.sequence, -1).transpose(0, 1).contiguous()
         if plan.sequence_parallel:
             hidden = hidden.chunk(job.size)[job.rank]
         self.model.decoder.final_layernorm.register_forward_hook(
-            lambda module, arguments, output: HeadInput.apply(output, hidden, self.marks)
+            lambda module, arguments, output: HeadInput.apply(output, hidden)
         )
 
     def step(self) -> Step:
@@ -178,7 +179,6 @@ class Trainer:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         device, on_gpu = self.job.device, self.job.device.type == "cuda"
-        self.marks.taken.clear()
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         dist.barrier()
@@ -200,13 +200,12 @@ class Trainer:
         synchronize(device)
         seconds = time.perf_counter() - start
         loss = statistics.mean(float(output["loss"]) for output in outputs)
-        return Step(seconds, self.marks.seconds_of_heads(), peak, loss)
+        return Step(seconds, peak, loss)
 
     def _forward_step(self, batches: Iterator[None], model: Any) -> tuple[Any, Any]:
         next(batches)
         position = torch.arange(self.plan.sequence, device=self.job.device).expand_as(self.labels)
         output = model(self.tokens, position, None, labels=self.labels)
-        output = HeadOutput.apply(output, self.marks)
 
         def mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             loss = losses.float().mean()
@@ -218,13 +217,8 @@ class Trainer:
 
 def _row(loss: str, job: Job, plan: Plan, ranks: Sequence[Sequence[Step]]) -> Cells:
     """Returns the row of all ranks: times of the slowest rank, and the largest peak."""
-    together = list(zip(*ranks, strict=True))
-    times = percentiles_ms([max(rank.seconds for rank in step) for step in together])
-    heads = [
-        max(of_ranks)
-        for step in together
-        for of_ranks in zip(*(rank.heads for rank in step), strict=True)
-    ]
+    steps = zip(*ranks, strict=True)
+    times = percentiles_ms([max(rank.seconds for rank in step) for step in steps])
     tokens = plan.batch * plan.sequence
     return {
         "loss": loss,
@@ -235,7 +229,7 @@ def _row(loss: str, job: Job, plan: Plan, ranks: Sequence[Sequence[Step]]) -> Ce
         "microbatches": plan.microbatches,
         **times,
         "tokens_per_s": 1e3 * tokens * plan.microbatches / times["median_ms"],
-        "head_ms": None if loss == "no head" else 1e3 * statistics.median(heads),
+        "head_ms": None,
         "peak_gib": max(step.peak_gib for rank in ranks for step in rank),
         "mean_loss": ranks[0][0].loss,
         "failed": "",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,8 +59,7 @@ class Plan:
     last_layers: int | None = None
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """Measurements of one rank; `losses` are of the last step, and empty if the rank has none."""
 
     seconds: list[float]
@@ -119,15 +118,32 @@ class _Runner:
         shape = (plan.batch, plan.sequence)
         self.tokens = inputs.targets.view(shape).roll(1, 1).repeat(plan.microbatches, 1)
         self.targets = inputs.targets.view(shape).repeat(plan.microbatches, 1)
-        self.head: PipelineHead | None = None
-        self.embedding: TiedEmbedding | None = None
-        self.ties: Any = None  # group of the ranks that have copies of the tied weight
-        self.weight = self._make_weight(name)
-        module = self._make_module(sizes, layout[job.rank])
+        over_ranks = name in OVER_RANKS
+        # Embedding and head share a weight: every rank has a part, or the first and the last all.
+        self.ties: Any = None if over_ranks else dist.new_group([0, job.size - 1])
+        self.head = self._make_head() if over_ranks else None
+        self.weight: Tensor | None = None if self.head is None else self.head.weight
+        if self.ties is not None and (self.is_first or self.is_last):
+            self.weight = nn.Parameter(inputs.weight.clone())
+        self.embedding = None if self.head is None else TiedEmbedding(self.head)
+        final = inputs.hidden.view(*shape, -1) if self.is_last else None
+        module = StageModule(
+            sizes, layout[job.rank], plan.sequence, embedding=self._embed(), final=final
+        )
+        initialize(module.to(job.device, inputs.hidden.dtype))
         weights = [] if self.weight is None else [self.weight]
         parameters = dict.fromkeys([*module.parameters(), *weights])
         self.optimizer = torch.optim.AdamW(list(parameters), lr=0.0, fused=True)
-        self.stage = self._make_stage(module, sizes.dim)
+        hidden = inputs.hidden.new_zeros(*shape, sizes.dim).requires_grad_()
+        self.stage = PipelineStage(
+            module,
+            job.rank,
+            job.size,
+            job.device,
+            group=_world(),
+            input_args=self.tokens[: plan.batch] if self.is_first else hidden,
+            output_args=hidden.detach().clone().requires_grad_(),
+        )
         self.serving: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self.schedule = self._make_schedule(name, max(layout) * module.parameters_of_a_layer)
 
@@ -149,55 +165,26 @@ class _Runner:
         if self.ties is not None and self.weight is not None:
             dist.destroy_process_group(self.ties)
 
-    def _make_weight(self, name: str) -> nn.Parameter | None:
-        """Returns this rank's part of the weight that embedding and head share.
-
-        Either every rank has a part, or the first and the last rank have all of it.
-        """
-        job, plan, full_weight = self.job, self.plan, self.inputs.weight
-        if name not in OVER_RANKS:
-            self.ties = dist.new_group([0, job.size - 1])
-            return nn.Parameter(full_weight.clone()) if self.is_first or self.is_last else None
-        shard = VocabShard.chunked(len(full_weight), job.rank, job.size)
-        weight = nn.Parameter(full_weight[shard.start : shard.stop].clone())
-        self.head = PipelineHead(
-            weight,
+    def _make_head(self) -> PipelineHead:
+        plan, weight = self.plan, self.inputs.weight
+        shard = VocabShard.chunked(len(weight), self.job.rank, self.job.size)
+        return PipelineHead(
+            nn.Parameter(weight[shard.start : shard.stop].clone()),
             group=_world(),
             vocab_shard=shard,
-            hidden_shape=(plan.batch, plan.sequence, full_weight.shape[1]),
+            hidden_shape=(plan.batch, plan.sequence, weight.shape[1]),
             options=LossOptions(logits=plan.logits),  # pyright: ignore[reportArgumentType]
             loss_scale=1 / plan.microbatches,
         )
-        self.embedding = TiedEmbedding(self.head)
-        return weight
 
-    def _make_module(self, sizes: Sizes, layers: int) -> StageModule:
-        embedding: nn.Module | None = self.embedding if self.is_first else None
-        if self.is_first and embedding is None:
-            assert self.weight is not None
-            embedding = nn.Embedding.from_pretrained(self.weight)
-            embedding.weight = self.weight
-        final, shape = None, (self.plan.batch, self.plan.sequence, -1)
-        if self.is_last:
-            final = self.inputs.hidden.view(shape)
-        module = StageModule(sizes, layers, self.plan.sequence, embedding=embedding, final=final)
-        module.to(self.job.device, self.inputs.hidden.dtype)
-        initialize(module)
-        return module
-
-    def _make_stage(self, module: StageModule, dim: int) -> PipelineStage:
-        plan, job = self.plan, self.job
-        hidden = self.inputs.hidden.new_zeros(plan.batch, plan.sequence, dim)
-        taken = self.tokens[: plan.batch] if self.is_first else hidden.clone().requires_grad_()
-        return PipelineStage(
-            module,
-            job.rank,
-            job.size,
-            job.device,
-            group=_world(),
-            input_args=taken,
-            output_args=hidden.clone().requires_grad_(),
-        )
+    def _embed(self) -> nn.Module | None:
+        """Returns the first stage's embedding."""
+        if not self.is_first or self.embedding is not None:
+            return self.embedding if self.is_first else None
+        assert isinstance(self.weight, nn.Parameter)
+        embedding = nn.Embedding.from_pretrained(self.weight)
+        embedding.weight = self.weight
+        return embedding
 
     def _make_schedule(self, name: str, forward: float) -> Any:
         """Returns the schedule; `forward` is a stage's multiplications for a token."""

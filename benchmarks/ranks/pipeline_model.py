@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.ranks.megatron_model import HeadInput, Marks, Sizes
+from benchmarks.ranks.megatron_model import HeadInput, Sizes
 from cce_dist.train.model.decoder import INIT_STD, rotary_table, rotate
 
 
@@ -72,7 +72,7 @@ class StageModule(nn.Module):
             x = layer(x, (self.cos, self.sin))
         if self.norm is not None:
             assert self.final is not None
-            x = HeadInput.apply(self.norm(x), self.final, Marks())  # pyright: ignore[reportAssignmentType]
+            x = HeadInput.apply(self.norm(x), self.final)  # pyright: ignore[reportAssignmentType]
         return x
 
 

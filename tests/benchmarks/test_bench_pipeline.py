@@ -12,7 +12,7 @@ from benchmarks.ranks.pipeline_model import layout_of
 from tests.support.torchrun import bench
 
 TINY = (
-    *("--layers", "5", "--vocab", "1031", "--dim", "32", "--sequence", "64"),
+    *("--model", "tiny", "--sequence", "64"),
     *("--microbatches", "4", "--repeats", "3", "--dtype", "float32", "--device", "cpu"),
 )
 
