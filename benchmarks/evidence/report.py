@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
-from benchmarks.evidence.figures import Chart, write_figure
+from benchmarks.evidence.figures import write_figure
 from benchmarks.evidence.markdown import provenance
 from benchmarks.evidence.records import FOLDER, Kind, Record, read_records
 from benchmarks.evidence.show import show_convergence, show_end_to_end, show_fidelity
@@ -32,7 +32,7 @@ def page_of(kind: Kind, records: Sequence[Record], rows: Path = Path(".")) -> st
         rows: the records' folder, from the page.
     """
     shown = KINDS[kind]
-    pictures = figures_of(kind, records)
+    pictures = shown.figures(records)
     parts = [HEAD.format(records=rows.as_posix()), f"# {shown.TITLE}"]
     parts += shown.introduction(records)
     names = {record.name for record in records}
@@ -56,11 +56,6 @@ def _picture(name: str) -> str:
     return f"![{name}](figures/{name}.svg)"
 
 
-def figures_of(kind: Kind, records: Sequence[Record]) -> dict[str, list[Chart]]:
-    """Returns the charts of each figure of a page, by the figure's name."""
-    return KINDS[kind].figures(records)
-
-
 def write_report(folder: Path = FOLDER, pages: Path = PAGES) -> list[Path]:
     """Writes a page for each kind that has records, and pages/figures; returns the pages' paths.
 
@@ -80,7 +75,7 @@ def write_report(folder: Path = FOLDER, pages: Path = PAGES) -> list[Path]:
         pages.mkdir(parents=True, exist_ok=True)
         path.write_text(page_of(kind, mine, rows), encoding="utf8")
         written.append(path)
-        for name, charts in figures_of(kind, mine).items():
+        for name, charts in KINDS[kind].figures(mine).items():
             write_figure(pages / "figures" / f"{name}.svg", charts)
             drawn.add(f"{name}.svg")
     for old in (pages / "figures").glob("*.svg"):
