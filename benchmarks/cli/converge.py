@@ -55,9 +55,6 @@ def converge_command(
         list[Path] | None,
         typer.Option(help="A file, folder or JSONL; may be repeated. [the Python installation]"),
     ] = None,
-    budget_seconds: Annotated[
-        float, typer.Option(min=0, help="No run starts that would end later; 0: no limit.")
-    ] = 0.0,
     work_slice: Annotated[
         str, typer.Option("--slice", help="K/N: this process is the K-th of N, from 0 on.")
     ] = "0/1",
@@ -88,11 +85,11 @@ def converge_command(
         STARTS,
         Plan,
         Sizes,
-        default_methods,
         parse_slice,
         settings_of,
     )
     from benchmarks.evidence.records import make_record
+    from benchmarks.fidelity.candidates import choose_names
 
     need_modules("tokenizers")
     sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
@@ -105,7 +102,7 @@ def converge_command(
         plan = Plan(
             vocab_sizes=tuple(vocab or (32768, 131072, 262144)),
             starts=tuple(start or STARTS),
-            methods=tuple(method or default_methods(on_gpu)),
+            methods=tuple(choose_names(method or (), with_apple=on_gpu)),
             num_seeds=seeds,
             work_slice=parse_slice(work_slice),
         )
@@ -115,10 +112,10 @@ def converge_command(
             "convergence", record.stem, title, machine, seeds=range(seeds), settings=settings
         )
         work = Work(plan, sizes, empty, record.parent, cache, tuple(data or ()))
-        raise typer.Exit(_run(work, budget_seconds, retry=retry, prepare_only=prepare_only))
+        raise typer.Exit(_run(work, retry=retry, prepare_only=prepare_only))
 
 
-def _run(work: Work, budget_seconds: float, *, retry: bool, prepare_only: bool) -> int:
+def _run(work: Work, *, retry: bool, prepare_only: bool) -> int:
     """Trains the runs that the record lacks; returns the exit code, 1 if the device was lost.
 
     Raises:
@@ -141,14 +138,14 @@ def _run(work: Work, budget_seconds: float, *, retry: bool, prepare_only: bool) 
         ranks = connect(ParallelConfig())
         # Joining the job takes every core: give back those that were not asked for.
         torch.set_num_threads(int(work.record.machine["threads"]))
-        left = converge(work, ranks, typer.echo, budget_seconds=budget_seconds, retry=retry)
+        converge(work, ranks, typer.echo, retry=retry)
     except ConfigError as error:
         raise ValueError(str(error)) from None
     except DeviceLostError as error:
         typer.echo(f"the device was lost in {error}; the same command again goes on", err=True)
         return 1
     leave(ranks)
-    typer.echo(f"{left} runs left; written: {work.folder / work.record.name}.json")
+    typer.echo(f"written: {work.folder / work.record.name}.json")
     return 0
 
 

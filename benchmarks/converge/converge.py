@@ -67,43 +67,34 @@ class Vocabulary:
     texts: Mapping[str, Text]
 
 
-def converge(work: Work, ranks: Ranks, say: Say, *, budget_seconds: float, retry: bool) -> int:
-    """Trains the runs that the record lacks, one by one; returns how many are left.
+def converge(work: Work, ranks: Ranks, say: Say, *, retry: bool) -> None:
+    """Trains the runs that the record lacks, one by one.
 
     Args:
-        budget_seconds: no run begins if, taking as long as the longest so far, it would end later;
-            0: no bound.
         retry: also trains the runs that failed before.
     Raises:
         ConfigError, ValueError: there is no text, it is too short, or a size is out of bounds.
         RecordError: the record's file has another machine, commit or settings.
         DeviceLostError: a method broke the device and is recorded as failed; call again.
     """
-    started, longest, left = time.perf_counter(), 0.0, 0
     work.append([])
     losses = builders(ranks.device.type == "cuda", work.sizes)
     vocabulary = None
     for group in work.plan.groups():
         trainer = None
-        methods = _missing(work, group, retry)
-        for number, method in enumerate(methods):
-            run_started = time.perf_counter()
-            if budget_seconds and run_started - started + longest > budget_seconds:
-                left += len(methods) - number
-                break
+        for method in _missing(work, group, retry):
+            started = time.perf_counter()
             if vocabulary is None or vocabulary.size != group.vocab:
                 vocabulary = prepare(work, group.vocab, say)
             if trainer is None:
                 trainer = _trainer(work, group, vocabulary, ranks, say)
             rows = trainer.run(method, losses[method])
             work.append(rows)
-            longest = max(longest, time.perf_counter() - run_started)
-            say(f"{_describe(group, method, rows)} ({time.perf_counter() - run_started:.1f} s)")
+            say(f"{_describe(group, method, rows)} ({time.perf_counter() - started:.1f} s)")
             if "failed" in rows[-1]:
                 recover(method, str(rows[-1]["failed"]), ranks.device)
         del trainer
         gc.collect()
-    return left
 
 
 def prepare(work: Work, vocab_size: int, say: Say) -> Vocabulary:

@@ -11,18 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import torch
-
-from cce_dist import Filter, LinearCrossEntropy, Screen
-from cce_dist.bench.golden import LossFunction, dense_loss
+from benchmarks.fidelity.candidates import METHODS, build_loss
+from cce_dist import Filter, Screen
+from cce_dist.bench.golden import LossFunction
 from cce_dist.bench.peers import PEERS
 from cce_dist.train.config.schema import TrainConfig
 
 STARTS = ("random", "checkpoint")
-# Our methods. The peers that they are compared with need a GPU.
-OURS = ("exact", "in_forward", "filtered", "no-tail", "screened")
-PEER_METHODS = ("cce", "cce-kahan-full-c")
-METHODS = ("dense", *OURS, *PEER_METHODS)
 HEAD_DIM = 64
 CHECKPOINT_SEED = 1000
 
@@ -124,7 +119,7 @@ class Plan:
     Args:
         work_slice: (k, n): every n-th group, from the k-th on, for n processes that share the work.
     Raises:
-        ValueError: a name is unknown.
+        ValueError: a start is unknown.
     """
 
     vocab_sizes: tuple[int, ...]
@@ -134,13 +129,9 @@ class Plan:
     work_slice: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
-        for name, got, known in (
-            ("start", self.starts, STARTS),
-            ("method", self.methods, METHODS),
-        ):
-            unknown = sorted(set(got) - set(known))
-            if unknown:
-                raise ValueError(f"{name} must be among {list(known)}, got {unknown}")
+        unknown = sorted(set(self.starts) - set(STARTS))
+        if unknown:
+            raise ValueError(f"start must be among {list(STARTS)}, got {unknown}")
 
     def groups(self) -> Iterator[Group]:
         """Yields this process's groups by vocabulary, then start, then seed.
@@ -164,28 +155,15 @@ def parse_slice(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def default_methods(on_gpu: bool) -> tuple[str, ...]:
-    return METHODS if on_gpu else tuple(name for name in METHODS if name not in PEER_METHODS)
-
-
 def builders(on_gpu: bool, sizes: Sizes) -> dict[str, Callable[[], LossFunction]]:
     """Returns a builder of each method's loss; if a builder raises, the method can't run here."""
-    ours = LinearCrossEntropy
-    filtered = functools.partial(ours, gradient="filtered", filter=Filter(keep=sizes.keep))
     screen = Screen(max_kept=sizes.max_kept)
-    # In eager mode, fp32 copies of the logits would take three quarters of a step.
-    dense = (lambda: torch.compile(dense_loss, dynamic=False)) if on_gpu else (lambda: dense_loss)
-    by_method: dict[str, Callable[[], LossFunction]] = {
-        "dense": dense,
-        "exact": lambda: ours(gradient="exact"),
-        "in_forward": lambda: ours(gradient="in_forward"),
-        "filtered": filtered,
-        "no-tail": lambda: filtered(filter=Filter(keep=sizes.keep, tail=False)),
-        # Ask which steps were screened: if 8 bits are not enough, a call computes full logits.
-        "screened": lambda: filtered(logits="screened", screen=screen, stats=("screened",)),
-        **{name: PEERS[name] for name in PEER_METHODS},
-    }
-    return {name: functools.cache(build) for name, build in by_method.items()}
+    build = functools.partial(build_loss, keep=sizes.keep, screen=screen)
+    by_method = {name: functools.partial(build, name) for name in METHODS}
+    if on_gpu:
+        # In eager mode, fp32 copies of the logits would take three quarters of a step.
+        by_method["dense"] = functools.partial(PEERS["torch-compile"])
+    return {name: functools.cache(builder) for name, builder in by_method.items()}
 
 
 def settings_of(sizes: Sizes, paths: Sequence[Path]) -> dict[str, str | int | float]:

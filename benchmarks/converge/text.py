@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from benchmarks.evidence.frequency import UNSEEN, frequency_tenths, name_of
+from benchmarks.evidence.frequency import UNSEEN, name_of, tenths_of
 from benchmarks.evidence.records import Cell
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.data.batches import Batches
@@ -80,7 +80,8 @@ def _split(tokens: np.ndarray, vocab_size: int, held_out_tokens: int, sequence_l
             f"{len(tokens)}: add documents, or lower them"
         )
     train = tokens[:num_train]
-    return Text(train, tokens[num_train:], frequency_tenths(train, vocab_size))
+    tenths = tenths_of(np.bincount(train, minlength=vocab_size))
+    return Text(train, tokens[num_train:], tenths)
 
 
 @torch.no_grad()

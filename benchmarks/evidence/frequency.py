@@ -10,20 +10,15 @@ from cce_dist.train.evaluate.scores import NUM_GROUPS, frequency_groups
 UNSEEN = NUM_GROUPS + 1
 
 
-def frequency_tenths(
-    tokens: np.ndarray,  # [num_tokens] any integers in [0, vocab_size)
-    vocab_size: int,
-) -> np.ndarray:
+def tenths_of(counts: np.ndarray) -> np.ndarray:
     """Returns the tenth of each id, [V] int64: 1 has the most frequent ids, 10 the rarest.
 
-    An id that `tokens` does not have gets UNSEEN. Each tenth has about a tenth of `tokens`, as in
+    An id that the text does not have gets UNSEEN. Each tenth has about a tenth of the text, as in
     `cce-dist eval`: tenths of the ids would put nearly all of a text into the first tenth.
+
+    Args:
+        counts: [V], how often the text has each id.
     """
-    return tenths_of(np.bincount(tokens, minlength=vocab_size))
-
-
-def tenths_of(counts: np.ndarray) -> np.ndarray:
-    """Returns `frequency_tenths` of a text that has each id `counts` times, [V]."""
     tenths = frequency_groups(counts) + 1
     tenths[counts == 0] = UNSEEN
     return tenths

@@ -1,28 +1,49 @@
-"""Methods and thresholds that `cce-dist bench fidelity` compares with float64."""
+"""Methods by name, and the thresholds at which `cce-dist bench fidelity` measures them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from benchmarks.fidelity.kept import default_keep
-from cce_dist import Filter, LinearCrossEntropy
+from cce_dist import Filter, LinearCrossEntropy, Screen
 from cce_dist.bench.golden import LossFunction, dense_loss
 from cce_dist.bench.inputs import BenchInputs
 from cce_dist.bench.peers import PEERS
 from cce_dist.options import Backend
 
-DENSE = "dense"
-# Values of `gradient` that are run without a list of thresholds.
-WITHOUT_THRESHOLD = ("exact", "in_forward")
 SCREENED, NO_TAIL = "screened", "no-tail"
 # Our methods whose threshold is a column's mass in a block of 128 tokens, `Filter.keep`.
 OVER_MASS = ("filtered", NO_TAIL, SCREENED)
 # Apple's presets, which have a filter of their own.
 APPLE = ("cce", "cce-kahan-full-c")
-METHODS = (DENSE, *WITHOUT_THRESHOLD, *OVER_MASS, *APPLE)
+METHODS = ("dense", "exact", "in_forward", *OVER_MASS, *APPLE)
 DEFAULT_KEEP = tuple(2.0**power for power in range(-13, -4))
+
+
+def build_loss(
+    name: str,
+    keep: float | Literal["auto"] = "auto",
+    *,
+    screen: Screen | None = None,
+    backend: Backend = "auto",
+) -> LossFunction:
+    """Returns the loss of one of METHODS; with `screen` a screened one says what was screened."""
+    if name == "dense":
+        return dense_loss
+    if name in APPLE:
+        return PEERS[name]()
+    ours = functools.partial(LinearCrossEntropy, backend=backend)
+    if name not in OVER_MASS:
+        return ours(gradient=name)  # pyright: ignore[reportArgumentType]
+    rule = Filter(keep=keep, tail=name != NO_TAIL)
+    if name != SCREENED:
+        return ours(filter=rule)
+    if screen is None:
+        return ours(filter=rule, logits="screened")
+    return ours(filter=rule, logits="screened", screen=screen, stats=("screened",))
 
 
 @dataclass(frozen=True)
@@ -68,21 +89,14 @@ def candidates_of(
 
     A method without a threshold is a single candidate.
     """
-    ours = functools.partial(LinearCrossEntropy, backend=backend)
     default = default_keep(inputs, backend)
     candidates = []
     for name in names:
-        if name == DENSE:
-            candidates.append(Candidate(name, lambda: dense_loss))
-        elif name in WITHOUT_THRESHOLD:
-            candidates.append(Candidate(name, functools.partial(ours, gradient=name)))
-        elif name in APPLE:
-            candidates.append(Candidate(name, PEERS[name]))
-        else:
-            logits, tail = "screened" if name == SCREENED else "full", name != NO_TAIL
-            build = functools.partial(ours, filter=Filter(tail=tail), logits=logits)
-            candidates.append(Candidate(name, build, default, True))
-            for keep in sorted(set(keeps) - {default}):
-                build = functools.partial(ours, filter=Filter(keep=keep, tail=tail), logits=logits)
-                candidates.append(Candidate(name, build, keep))
+        build = functools.partial(build_loss, name, backend=backend)
+        if name not in OVER_MASS:
+            candidates.append(Candidate(name, build))
+            continue
+        candidates.append(Candidate(name, build, default, True))
+        for keep in sorted(set(keeps) - {default}):
+            candidates.append(Candidate(name, functools.partial(build, keep), keep))
     return candidates

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.evidence.convergence import ALL, RAREST, Pool, cases_of
-from benchmarks.evidence.frequency import frequency_tenths, name_of
+from benchmarks.evidence.frequency import name_of, tenths_of
 from benchmarks.evidence.records import (
     Record,
     RecordError,
@@ -114,10 +114,9 @@ def test_make_record() -> None:
         make_record("fidelity", "a", "A", {"date": "d", "command": "c"})
 
 
-def test_frequency_tenths() -> None:
+def test_tenths_of() -> None:
     # Twice as many of each id as of the one before; 9 never.
-    tokens = np.repeat(np.arange(9), 2 ** np.arange(9))
-    tenths = frequency_tenths(tokens, 10)
+    tenths = tenths_of(np.array([*(2 ** np.arange(9)), 0]))
     # The last has half of all, the one before a quarter: their middles are at 0.25 and 0.625.
     assert tenths[8] == 3 and tenths[7] == 7 and tenths[0] == 10
     assert [name_of(tenth) for tenth in tenths[-3:]] == ["7", "3", "never"]
