@@ -10,11 +10,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
+from cce_dist import linear_cross_entropy
 from cce_dist.bench.inputs import Shape, parse_shape
+from cce_dist.bench.machine import synchronize
 from cce_dist.bench.report import Cells
 from cce_dist.options import GradientMode
 
@@ -33,10 +35,9 @@ def bench_first_calls(
     """
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"dtype must name a torch dtype, got {dtype!r}")
-    modes = get_args(GradientMode)
-    for gradient in gradients:
-        if gradient not in modes:
-            raise ValueError(f"gradient must be one of {modes}, got {gradient!r}")
+    unknown = sorted(set(gradients) - set(get_args(GradientMode)))
+    if unknown:
+        raise ValueError(f"gradient must be one of {get_args(GradientMode)}, got {unknown}")
     sizes = f"{shape.num_tokens}x{shape.vocab_size}x{shape.dim}"
     rows: list[Cells] = []
     for gradient in gradients:
@@ -62,19 +63,16 @@ def _in_a_process(call: list[str], cache: str) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-def time_first_call(
-    shape: Shape, dtype: torch.dtype, device: torch.device, gradient: GradientMode
-) -> dict[str, float]:
+def time_first_call(sizes: str, dtype: str, place: str, gradient: Any) -> dict[str, float]:
     """Returns the seconds from the call to the gradients, and to the loss; imports do not count."""
-    from cce_dist import linear_cross_entropy
-
-    hidden = torch.randn(shape.num_tokens, shape.dim, device=device, dtype=dtype).requires_grad_()
-    weight = torch.randn(shape.vocab_size, shape.dim, device=device, dtype=dtype).requires_grad_()
+    shape, device = parse_shape(sizes), torch.device(place)
+    options = {"device": device, "dtype": getattr(torch, dtype), "requires_grad": True}
+    hidden = torch.randn(shape.num_tokens, shape.dim, **options)
+    weight = torch.randn(shape.vocab_size, shape.dim, **options)
     targets = torch.randint(shape.vocab_size, (shape.num_tokens,), device=device)
 
     def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         return time.perf_counter()
 
     start = now()
@@ -86,11 +84,4 @@ def time_first_call(
 
 
 if __name__ == "__main__":
-    sizes, dtype, device, gradient = sys.argv[1:]
-    seconds = time_first_call(
-        parse_shape(sizes),
-        getattr(torch, dtype),
-        torch.device(device),
-        gradient,  # pyright: ignore[reportArgumentType]
-    )
-    print(json.dumps(seconds))
+    print(json.dumps(time_first_call(*sys.argv[1:])))

@@ -107,9 +107,9 @@ def fidelity_command(
     Methods: dense, exact, in_forward, filtered, no-tail, screened; with --peer-path Apple's cce and
     cce-kahan-full-c. The terminal shows all tokens together; the record has the tenths.
     """
+    from benchmarks.evidence.records import append_rows, check_path, write_record
     from benchmarks.fidelity.candidates import DEFAULT_KEEP, candidates_of, choose_names
-    from benchmarks.fidelity.fidelity import GOLDEN, bench_fidelity
-    from benchmarks.fidelity.recording import Recording
+    from benchmarks.fidelity.fidelity import GOLDEN, bench_fidelity, record_of
     from benchmarks.fidelity.tenths import ALL
     from cce_dist.bench.methods import DeviceLostError, parse_backend, restart_without
     from cce_dist.bench.report import Report
@@ -122,10 +122,11 @@ def fidelity_command(
         keeps = [parse_power("keep", text) for text in keep or ()] or DEFAULT_KEEP
         chosen = parse_backend(backend)
         cases = cases_of(list(inputs), None, tokens, 0, 0, dtype, device)
-        recording = Recording(record, title, machine, settings)
+        if record is not None:
+            check_path(record)
     report = Report(machine, None, None, None)
     try:
-        for make in cases:
+        for number, make in enumerate(cases):
             case = make().without_ignored()
             with refusals():
                 candidates = candidates_of(names, case, keeps, chosen)
@@ -138,7 +139,12 @@ def fidelity_command(
                     failed=reasons_of(failed),
                     say=report.say,
                 )
-                recording.add(case, rows)
+                if record is not None:
+                    measured = record_of(
+                        case, rows, machine, settings, name=record.stem, title=title
+                    )
+                    # The first capture's rows replace a file of an earlier command.
+                    (append_rows if number else write_record)(measured, record.parent)
             shown = [row for row in rows if row["group"] == ALL and row["method"] != GOLDEN]
             report.add(case.description, [{name: row.get(name) for name in SHOWN} for row in shown])
             report.finish_case()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,9 +17,6 @@ from cce_dist.bench.arguments import (
     machine_of,
     refusals,
 )
-
-if TYPE_CHECKING:
-    from cce_dist.bench.report import Cells
 
 Batch = Annotated[int, typer.Option(min=1, help="Sequences of a microbatch.")]
 Microbatches = Annotated[int, typer.Option(min=1, help="Microbatches of a step.")]
@@ -124,10 +121,7 @@ def pipeline_command(
         inputs = make_inputs("zipf", shape, dtype=getattr(torch, dtype), device=job.device)
         about = {"model": model, "stages": job.size, "logits": logits, **inputs.description}
         plan = Plan(head or HEADS, sequence, batch, microbatches, repeats, logits, last_layers)
-
-        def save(rows: list[Cells]) -> None:
-            if job.is_main:
-                report.add(about, rows)
-
-        bench_pipeline(job, sizes, inputs, plan, save)
+        rows = bench_pipeline(job, sizes, inputs, plan)
+        if job.is_main:
+            report.add(about, rows)
         report.finish_case()

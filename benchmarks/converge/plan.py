@@ -24,18 +24,7 @@ CHECKPOINT_SEED = 1000
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes and settings that all runs of a record share.
-
-    Args:
-        lr, fine_tune_lr: highest learning rate from random weights, and from the checkpoint.
-        checkpoint_steps: steps of the run that makes the checkpoint, at lr.
-        evaluations: number of evaluations, evenly spaced, the last one after the last step; one
-            more comes before the first step.
-        held_out_tokens: largest number of held-out tokens at the end of either text.
-        megabytes: size of the text in million characters.
-        keep: threshold of `Filter`, for methods that have one: "auto" or a mass.
-        max_kept: `Screen.max_kept` of screened logits.
-    """
+    """Sizes and settings that all runs of a record share: options of `cce-dist bench converge`."""
 
     dim: int = 512
     layers: int = 4

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks.evidence.frequency import UNSEEN, name_of, tenths_of
 from benchmarks.evidence.records import Cell
+from benchmarks.fidelity.tenths import UNSEEN, name_of, tenths_of
 from cce_dist.train.config.schema import TrainConfig
-from cce_dist.train.data.batches import Batches
 from cce_dist.train.data.tokens import TokenCache
 from cce_dist.train.loop import forward_body
 from cce_dist.train.model.decoder import Decoder
@@ -22,27 +21,12 @@ from cce_dist.train.ranks import Ranks
 FIRST_SHARE = 2 / 3
 
 
-@dataclass(frozen=True)
-class Text:
-    """A text, split into training and held-out tokens.
-
-    Args:
-        train, held_out: token ids.
-        tenths: [V] int64, the tenth of `train` that each id belongs to.
-    """
+class Text(NamedTuple):
+    """Token ids, and `tenths`, the tenth of `train` that each id belongs to: [V] int64."""
 
     train: np.ndarray
     held_out: np.ndarray
     tenths: np.ndarray
-
-    def batches(self, config: TrainConfig) -> Batches:
-        return Batches(
-            train=self.train,
-            held_out=self.held_out,
-            seed=config.run.seed,
-            batch=config.batch,
-            sequence_length=config.data.sequence_length,
-        )
 
 
 def texts_of(
@@ -91,21 +75,17 @@ def evaluate(model: Decoder, text: Text, config: TrainConfig, ranks: Ranks) -> d
     The same function computes them, whichever loss the model was trained with.
     """
     token_nll = make_token_nll(config, head_layout(config, ranks))
-    length = config.data.sequence_length
-    held_out = torch.from_numpy(text.held_out.astype(np.int64))
-    ids, targets = held_out[:-1].view(-1, length), held_out[1:].view(-1, length)
-    tenths = torch.from_numpy(text.tenths).to(ranks.device)
-    nats = torch.zeros(UNSEEN + 1, dtype=torch.float64, device=ranks.device)
-    for some_ids, some_targets in zip(
-        ids.split(config.batch), targets.split(config.batch), strict=True
-    ):
-        hidden = forward_body(model, some_ids.to(ranks.device), config)
-        wanted = some_targets.flatten().to(ranks.device)
-        nll = token_nll(hidden, model.head_weight, wanted)
-        nats.index_add_(0, tenths[wanted], nll.double())
-    counts = torch.from_numpy(np.bincount(text.tenths[text.held_out[1:]], minlength=UNSEEN + 1))
-    means: dict[str, Cell] = {"all": float(nats.sum()) / int(counts.sum())}
-    for tenth in range(1, UNSEEN + 1):
-        if counts[tenth]:
-            means[name_of(tenth)] = float(nats[tenth]) / int(counts[tenth])
-    return means
+    held_out = torch.from_numpy(text.held_out.astype(np.int64)).to(ranks.device)
+    ids, targets = (x.view(-1, config.data.sequence_length) for x in (held_out[:-1], held_out[1:]))
+    nll = [
+        token_nll(forward_body(model, some_ids, config), model.head_weight, some_targets.flatten())
+        for some_ids, some_targets in zip(
+            ids.split(config.batch), targets.split(config.batch), strict=True
+        )
+    ]
+    tenths = text.tenths[text.held_out[1:]]
+    counts = np.bincount(tenths, minlength=UNSEEN + 1)
+    nats = np.bincount(tenths, torch.cat(nll).double().cpu().numpy(), UNSEEN + 1)
+    groups = [tenth for tenth in range(1, UNSEEN + 1) if counts[tenth]]
+    means = {name_of(tenth): float(nats[tenth] / counts[tenth]) for tenth in groups}
+    return {"all": float(nats.sum() / counts.sum()), **means}

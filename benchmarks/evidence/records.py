@@ -9,6 +9,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,8 @@ Kind = Literal["convergence", "fidelity", "end-to-end"]
 # Numbers first: a fault of a cell is told by the first of these types.
 Cell = float | int | str | bool | None
 Row = Mapping[str, Cell]
-Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]+(-[a-z0-9]+)*$")]
+NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+Name = Annotated[str, StringConstraints(pattern=f"^{NAME.pattern}$")]
 Text = Annotated[str, StringConstraints(min_length=1)]
 
 # Fields that cce_dist.bench.arguments.machine_of gives in addition to the machine.
@@ -101,6 +103,17 @@ def make_record(
         raise RecordError(_describe(error)) from None
 
 
+def check_path(path: Path) -> None:
+    """Checks that a record can be written to `path`, before anything is measured.
+
+    Raises:
+        RecordError: the file's name is no name of a record, or has another ending than .json.
+    """
+    if path.suffix != ".json" or not NAME.fullmatch(path.stem):
+        rule = "be the path of a .json file with a name of lower-case words and hyphens"
+        raise RecordError(f"record must {rule}, got {path}")
+
+
 def _describe(error: ValidationError) -> str:
     fault = error.errors()[0]
     return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}, got {fault['input']!r}"
@@ -152,36 +165,29 @@ def append_rows(record: Record, folder: Path = FOLDER) -> Record:
     first rows.
 
     Raises:
-        RecordError: the file is broken, or its rows come from another machine, commit, or settings.
+        RecordError: the file is broken, or its rows come from another machine, commit, or settings;
+            the message names each field that differs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record.name}.json"
     with locked(folder):
         if path.exists():
             existing = read_record(path)
-            check_same(existing, record)
+            differing = []
+            for field in ("kind", "title", "commit", "machine", "settings"):
+                before, now = (_rounded(getattr(each, field)) for each in (existing, record))
+                if before != now:
+                    differing.append(f"\n  {field} was {before!r}, got {now!r}")
+            if differing:
+                raise RecordError(
+                    f"rows added to {record.name} must be of the same machine, commit and "
+                    f"settings:{''.join(differing)}\n  choose another name, or remove the file"
+                )
             rows = (*existing.rows, *record.rows)
             seeds = tuple(dict.fromkeys((*existing.seeds, *record.seeds)))
             record = dataclasses.replace(existing, rows=rows, seeds=seeds)
         write_record(record, folder)
     return record
-
-
-def check_same(existing: Record, record: Record) -> None:
-    """Checks that the rows of both records may stand in one file.
-
-    Raises:
-        RecordError: they may not; the message names each field that differs.
-    """
-    differing = []
-    for field in ("kind", "title", "commit", "machine", "settings"):
-        before, now = (_rounded(getattr(each, field)) for each in (existing, record))
-        if before != now:
-            differing.append(f"  {field} was {before!r}, got {now!r}")
-    if differing:
-        rule = f"rows added to {record.name} must be of the same machine, commit and settings:"
-        end = "  choose another name, or remove the file"
-        raise RecordError("\n".join([rule, *differing, end]))
 
 
 def _as_json(record: Record) -> str:

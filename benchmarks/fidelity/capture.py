@@ -17,7 +17,7 @@ from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.data.batches import split_tokens
 from cce_dist.train.data.tokens import prepare_tokens
 from cce_dist.train.loop import Job, Run, forward_body, start_run, train_step
-from cce_dist.train.model.head import HeadLoss, head_loss_of
+from cce_dist.train.model.head import head_loss_of
 from cce_dist.train.progress import Display
 from cce_dist.train.ranks import connect
 from cce_dist.train.stop import StopRequest
@@ -91,7 +91,10 @@ def capture_inputs(
     batches = split_tokens(cache.tokens(), config)
     job = Job(config, ranks, batches, cache.key, display, heartbeat, stop)
     folder.mkdir(parents=True, exist_ok=True)
-    run = dataclasses.replace(start_run(job, folder, "dense"), head_loss=_head_loss(config))
+    # In eager mode the fp32 copies of the logits alone would take three quarters of the time.
+    function = torch.compile(dense_loss) if torch.cuda.is_available() else dense_loss
+    head_loss = head_loss_of(function, getattr(torch, config.dtype))
+    run = dataclasses.replace(start_run(job, folder, "dense"), head_loss=head_loss)
     counts = torch.from_numpy(np.bincount(batches.train, minlength=config.data.vocab_size))
     started, written, step = time.perf_counter(), [], 0
     with display.training("capture", 0, config.steps):
@@ -107,12 +110,6 @@ def capture_inputs(
                 return written
             step += 1
             train_step(job, run, step)
-
-
-def _head_loss(config: TrainConfig) -> HeadLoss:
-    # In eager mode the fp32 copies of the logits alone would take three quarters of the time.
-    function = torch.compile(dense_loss) if torch.cuda.is_available() else dense_loss
-    return head_loss_of(function, getattr(torch, config.dtype))
 
 
 def _describe(job: Job) -> dict[str, int | float | bool]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.fidelity.candidates import Candidate
-from benchmarks.fidelity.kept import shares_kept
+from benchmarks.evidence.records import Cell, Record, make_record
+from benchmarks.fidelity.candidates import Candidate, shares_kept
 from benchmarks.fidelity.tenths import ALL, Group, compare_groups, groups_of, products_by_row
 from cce_dist.bench.golden import Gradients, golden_gradients, gradients
 from cce_dist.bench.inputs import BenchInputs
@@ -129,3 +129,33 @@ def _golden_rows(golden: Gradients, groups: Sequence[Group]) -> list[Row]:
             }
         )
     return rows
+
+
+def record_of(
+    inputs: BenchInputs,
+    rows: Sequence[Row],
+    machine: Mapping[str, str],
+    settings: Mapping[str, Cell],
+    *,
+    name: str,
+    title: str,
+) -> Record:
+    """Returns a record of one capture's rows; others of its training run can be added to it.
+
+    Args:
+        settings: the command's settings, beside those of the capture.
+        title: the record's title; empty: sizes and device.
+    """
+    cells: dict[str, Cell] = {**inputs.description, **inputs.training}
+    about = {"inputs": cells.pop("inputs"), "step": cells.pop("step", None)}
+    seed = cells.pop("seed", None)
+    sizes = ", ".join(f"{key}={cells[key]}" for key in ("V", "D", "N"))
+    return make_record(
+        "fidelity",
+        name,
+        title or f"{sizes}, {cells['dtype']}: {machine['device']}",
+        machine,
+        seeds=() if seed is None else (int(seed),),
+        settings={**cells, **settings},
+        rows=[{**about, **row} for row in rows],
+    )

@@ -1,20 +1,42 @@
-"""Errors of gradients by frequency of tokens: the rows of one tenth at a time."""
+"""Tokens grouped by their frequency, and errors of gradients by group: a filter hurts rare ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.evidence.frequency import UNSEEN, name_of, tenths_of
 from cce_dist.bench.golden import Gradients
 from cce_dist.bench.inputs import BenchInputs
+from cce_dist.train.evaluate.scores import NUM_GROUPS, frequency_groups
 
 ALL = "all"
+# Tenth of the ids that the text does not have; it comes after the rarest.
+UNSEEN = NUM_GROUPS + 1
 NUM_ID_GROUPS = 10
 # Numbers in a float64 temporary: 128 MiB.
 CHUNK_ELEMENTS = 2**24
+
+
+def tenths_of(counts: np.ndarray) -> np.ndarray:
+    """Returns the tenth of each id, [V] int64: 1 has the most frequent ids, 10 the rarest.
+
+    An id that the text does not have gets UNSEEN. Each tenth has about a tenth of the text, as in
+    `cce-dist eval`: tenths of the ids would put nearly all of a text into the first tenth.
+
+    Args:
+        counts: [V], how often the text has each id.
+    """
+    tenths = frequency_groups(counts) + 1
+    tenths[counts == 0] = UNSEEN
+    return tenths
+
+
+def name_of(tenth: int) -> str:
+    """Returns a tenth's name, which is the `group` of a row: "1" to "10", or "never"."""
+    return "never" if tenth == UNSEEN else str(tenth)
 
 
 @dataclass(frozen=True)

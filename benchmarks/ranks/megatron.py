@@ -8,11 +8,11 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -135,17 +135,15 @@ def using(loss: str, model: Any) -> Iterator[None]:
         model.config.cross_entropy_loss_fusion = loss == "native"
         yield
         return
-    layer = model.output_layer
-    layer.forward = types.MethodType(lambda self, input_, **_: (input_, None), layer)
-
-    def mean_of_hidden(self: Any, labels: Tensor, hidden: Tensor) -> Tensor:
-        return hidden.mean(-1, dtype=torch.float32)
-
-    model.compute_language_model_loss = types.MethodType(mean_of_hidden, model)
-    try:
+    with (
+        patch.object(model.output_layer, "forward", lambda hidden, **_: (hidden, None)),
+        patch.object(model, "compute_language_model_loss", lambda labels, hidden: _mean_of(hidden)),
+    ):
         yield
-    finally:
-        del layer.forward, model.compute_language_model_loss
+
+
+def _mean_of(hidden: Tensor) -> Tensor:
+    return hidden.mean(-1, dtype=torch.float32)
 
 
 class Trainer:

@@ -67,20 +67,13 @@ class Measured(NamedTuple):
     losses: list[float]
 
 
-def bench_pipeline(
-    job: Job,
-    sizes: Sizes,
-    inputs: BenchInputs,
-    plan: Plan,
-    save: Callable[[list[Cells]], None] = lambda rows: None,
-) -> list[Cells]:
+def bench_pipeline(job: Job, sizes: Sizes, inputs: BenchInputs, plan: Plan) -> list[Cells]:
     """Returns a row for each place of the head and stage.
 
     Args:
         inputs: plan.sequence * plan.batch tokens and the whole vocabulary, the same on every rank.
             In every microbatch `inputs.hidden` replaces the last norm's output: the softmax of a
             model that has just been initialised would be flat.
-        save: called with all rows so far.
     Raises:
         ValueError: a head is not one of HEADS, there are fewer than two ranks, or a stage would
             have no layer.
@@ -95,7 +88,6 @@ def bench_pipeline(
         everywhere: list[Any] = [None] * job.size
         dist.all_gather_object(everywhere, _measure(job, sizes, inputs, plan, head, layout))
         rows += _rows(head, plan, layout, everywhere)
-        save(rows)
     require_alike({row["head"]: row["mean_loss"] for row in rows}, rows[0]["mean_loss"])
     return rows
 
@@ -115,6 +107,7 @@ class _Runner:
         self.job, self.plan, self.inputs = job, plan, inputs
         self.is_first, self.is_last = job.rank == 0, job.rank == job.size - 1
         self.losses: list[Tensor] = []
+        self.group: Any = dist.group.WORLD
         shape = (plan.batch, plan.sequence)
         self.tokens = inputs.targets.view(shape).roll(1, 1).repeat(plan.microbatches, 1)
         self.targets = inputs.targets.view(shape).repeat(plan.microbatches, 1)
@@ -140,7 +133,7 @@ class _Runner:
             job.rank,
             job.size,
             job.device,
-            group=_world(),
+            group=self.group,
             input_args=self.tokens[: plan.batch] if self.is_first else hidden,
             output_args=hidden.detach().clone().requires_grad_(),
         )
@@ -170,7 +163,7 @@ class _Runner:
         shard = VocabShard.chunked(len(weight), self.job.rank, self.job.size)
         return PipelineHead(
             nn.Parameter(weight[shard.start : shard.stop].clone()),
-            group=_world(),
+            group=self.group,
             vocab_shard=shard,
             hidden_shape=(plan.batch, plan.sequence, weight.shape[1]),
             options=LossOptions(logits=plan.logits),  # pyright: ignore[reportArgumentType]
@@ -223,11 +216,6 @@ class _Runner:
             return F.cross_entropy(logits, targets.flatten()) / count
 
         return dense
-
-
-def _world() -> Any:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def _measure(

@@ -91,13 +91,11 @@ def layout_of(layers: int, stages: int, last: int | None) -> list[int]:
     Raises:
         ValueError: there are fewer than two stages, or a stage would have no layer.
     """
-    if stages < 2:
-        raise ValueError(f"ranks must be at least 2, got {stages}")
     fixed = [] if last is None else [last]
-    each, remainder = divmod(layers - sum(fixed), stages - len(fixed))
-    if min([each, *fixed]) < 1:
+    each, remainder = divmod(layers - sum(fixed), max(1, stages - len(fixed)))
+    if stages < 2 or min([each, *fixed]) < 1:
         raise ValueError(
-            f"layers must be at least 1 on each of {stages} stages, got {layers} with "
-            f"last_layers={last}"
+            f"there must be at least 2 ranks, each with a layer, got {stages} ranks and {layers} "
+            f"layers, last_layers={last}"
         )
     return [each + (stage < remainder) for stage in range(stages - len(fixed))] + fixed

@@ -13,9 +13,14 @@ from typer.testing import CliRunner
 
 from benchmarks.cli.converge import parse_power
 from benchmarks.evidence.records import Record, read_record
-from benchmarks.fidelity.candidates import METHODS, Candidate, candidates_of, choose_names
+from benchmarks.fidelity.candidates import (
+    METHODS,
+    Candidate,
+    candidates_of,
+    choose_names,
+    default_keep,
+)
 from benchmarks.fidelity.fidelity import Row, bench_fidelity
-from benchmarks.fidelity.kept import default_keep
 from benchmarks.fidelity.tenths import compare, compare_groups, groups_of, products_by_row
 from cce_dist import Filter, LinearCrossEntropy
 from cce_dist.bench.golden import dense_loss, golden_gradients, gradients
@@ -248,13 +253,14 @@ def test_bench_fidelity_refuses(tmp_path: Path) -> None:
     got = refuse("fidelity", "--inputs", old, *few)
     assert "inputs step-9 must have token_counts for the tenths by frequency, found none" in got
     assert "dense" in invoke("fidelity", "--inputs", old, *few, "--no-tenths")
-    got = refuse("fidelity", "--inputs", new, "--inputs", other, *few)
-    assert "all inputs of a record must be of one training run" in got
+    path = str(tmp_path / "two.json")
+    got = refuse("fidelity", "--inputs", new, "--inputs", other, *few, "--record", path)
+    assert "rows added to two must be of the same machine, commit and settings" in got
     for arguments, message in (
         (["fidelity", "--inputs", new, "--method", "fastest"], "method must be among ['dense',"),
         (["fidelity", "--inputs", new, "--keep", "2^x"], "keep must be a number above 0 such as"),
         (["fidelity", "--inputs", new, "--record", "x.csv"], "record must be the path of a .json"),
-        (["fidelity", "--inputs", new, "--record", "a b.json"], "name: String should match"),
+        (["fidelity", "--inputs", new, "--record", "a b.json"], "with a name of lower-case words"),
         (["fidelity", "--inputs", "zip"], "inputs must be one of"),
         (["fidelity", "--inputs", "zipf"], "inputs must be a file of"),
     ):

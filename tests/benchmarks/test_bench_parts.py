@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.fidelity.kept import shares_kept
+from benchmarks.fidelity.candidates import shares_kept
 from cce_dist.bench.golden import dense_loss, errors, golden_gradients, gradients
 from cce_dist.bench.inputs import IGNORE_INDEX, Shape, make_inputs, parse_shape
 from cce_dist.bench.machine import Timer, Variant, interleaved_times

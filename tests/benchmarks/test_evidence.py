@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.evidence.convergence import ALL, RAREST, Pool, cases_of
-from benchmarks.evidence.frequency import name_of, tenths_of
 from benchmarks.evidence.records import (
     Record,
     RecordError,
@@ -25,6 +24,7 @@ from benchmarks.evidence.records import (
     write_record,
 )
 from benchmarks.evidence.show import show_convergence, show_end_to_end
+from benchmarks.fidelity.tenths import name_of, tenths_of
 from cce_dist.cli.main import app
 from tests.benchmarks.evidence_records import (
     STEPS,

@@ -42,7 +42,7 @@ def introduction(records: Sequence[Record]) -> list[str]:
         for name in (name for name in _names(rows) if name in OURS):
             parts = [
                 text
-                for batch in batches_of(rows)
+                for batch in sorted({value_of(row, "batch") for row in rows if "batch" in row})
                 if (text := _over_best(name, speeds(rows, batch), f"at batch {batch:g}"))
             ]
             largest = _over_best(name, at_largest(rows, "tokens_per_s"), "at each one's largest")
@@ -94,10 +94,6 @@ def together(records: Sequence[Record]) -> list[tuple[str, list[Row]]]:
         (" and ".join(by_title), [row for rows in by_title.values() for row in rows])
         for by_title in sets.values()
     ]
-
-
-def batches_of(rows: Sequence[Row]) -> list[float]:
-    return sorted({value_of(row, "batch") for row in rows if "batch" in row})
 
 
 def _layouts(rows: Sequence[Row]) -> Mapping[str, list[Row]]:
