@@ -14,7 +14,7 @@ JOBS=${JOBS:-8}             # tests at the same time
 
 export PATH="$PWD/.venv/bin:$PATH"
 if [[ $GPUS == 1 ]]; then
-    parts=(tests capture loss few softcap screened llama quantize fidelity probabilities converge seeds train)
+    parts=(tests capture loss few softcap llama fidelity converge seeds train)
 else
     parts=(tests ranks pipeline train)
 fi
@@ -89,12 +89,6 @@ case $GPUS-$part in
         --method screened --method screened-copy --peers cce,liger-8,torch-compile \
         "${from_peers[@]}" --budget-seconds .6 --csv "$OUT/softcap.csv" "$@"
     ;;
-1-screened)
-    bench screen --inputs "$OUT/captured/step-0.pt" --inputs "$OUT/captured/step-10.pt" \
-        --inputs "$OUT/captured/step-100.pt" --inputs "$OUT/captured/step-1000.pt" \
-        --outliers alike --outliers varying --inputs zipf --shape gemma2-2b \
-        --csv "$OUT/screened.csv" "$@"
-    ;;
 1-llama)
     bench capture --vocab 128256 --dim 4096 --layers 4 --batch 4 --tokens 8192 --step 100 \
         --step 1000 --out "$OUT/captured-128k"
@@ -102,18 +96,10 @@ case $GPUS-$part in
         --inputs "$OUT/captured-128k/step-1000.pt" --passes loss+grad --method dense \
         --method filtered --method screened --method screened-e4m3 --method screened-copy \
         --peers none --budget-seconds .6 --worst-error-ratio 3 --csv "$OUT/loss-128k.csv" "$@"
-    bench screen --inputs "$OUT/captured-128k/step-100.pt" \
-        --inputs "$OUT/captured-128k/step-1000.pt" --csv "$OUT/screened-128k.csv"
-    ;;
-1-quantize)
-    bench quantize --shape gemma2-2b --shape llama3-8b --json "$OUT/quantize.json" "$@"
     ;;
 1-fidelity)
     bench fidelity "${captured[@]}" --device cuda "${from_peers[@]}" --repeats 5 \
         --record "$OUT/fidelity.json" "$@"
-    ;;
-1-probabilities)
-    bench probabilities "${captured[@]}" --device cuda --record "$OUT/probabilities.json" "$@"
     ;;
 1-converge)
     converge "${from_peers[@]}" --record "$OUT/convergence.json" "$@"
@@ -142,7 +128,7 @@ case $GPUS-$part in
     ;;
 *-pipeline)
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-    bench_ranks pipeline --csv "$OUT/pipeline.csv" --plot "$OUT/pipeline.png" "$@"
+    bench_ranks pipeline --csv "$OUT/pipeline.csv" "$@"
     ;;
 *-train)
     export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}

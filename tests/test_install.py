@@ -51,9 +51,7 @@ PLAIN = {
     "--repeats": "3",
     "--method": "exact",
     "--gradient": "exact",
-    "--share": "1",
     "--peers": "none",
-    "--table": "1",
     "--seconds": "0",
     "name": "gemma2-2b",
 }
@@ -173,7 +171,7 @@ def test_an_extra_is_enough_to_train(
     assert len(found) == len(only.split("|"))
     if extra == "bench":
         source = built[0].parent / built[0].name.removesuffix(".tar.gz")
-        only = "bench (capture|converge|filter)|report"
+        only = "bench (capture|converge|first-call)|report"
         answers["--records"] = str(source / "docs/notebook/data/evidence")
         found |= run_subcommands(environments(extra), tmp_path, only, source, **answers)
         assert len(found) == 5

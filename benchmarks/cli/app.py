@@ -1,29 +1,241 @@
-"""All commands of the checkout, under the names that cce_dist/needs/checkout.py lists."""
+"""Commands of the checkout, under the names that cce_dist/needs/checkout.py lists."""
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
-from benchmarks.cli.capture import capture_command
-from benchmarks.cli.converge import converge_command
-from benchmarks.cli.fidelity import fidelity_command, probabilities_command
-from benchmarks.cli.loss import filter_command, first_call_command, paper_command, tiles_command
-from benchmarks.cli.megatron import megatron_command
-from benchmarks.cli.pipeline import pipeline_command
-from benchmarks.cli.report import report
-from benchmarks.cli.screen import quantize_command, screen_command
+from benchmarks.cli.converge import converge_command, parse_power
+from benchmarks.cli.ranks import megatron_command, pipeline_command
+from cce_dist.bench.arguments import (
+    BackendName,
+    Captured,
+    CsvPath,
+    Device,
+    Dtype,
+    Failed,
+    JsonPath,
+    Names,
+    PeerPath,
+    RecordPath,
+    Repeats,
+    Shapes,
+    Size,
+    Threads,
+    Timeout,
+    Title,
+    Tokens,
+    cases_of,
+    machine_of,
+    reasons_of,
+    refusals,
+    shapes_of,
+)
+from cce_dist.needs.extras import need_modules
+
+RECORDS = Path("docs/notebook/data/evidence")
+# The columns of the terminal's table.
+SHOWN = (
+    *("method", "threshold", "kept", "tail_mass", "screened", "loss_error"),
+    *("grad_hidden_error", "grad_weight_error", "grad_weight_update_error"),
+    *("median_ms", "p10_ms", "p90_ms", "failed"),
+)
 
 app = typer.Typer()
-app.command("filter")(filter_command)
-app.command("tiles")(tiles_command)
-app.command("first-call")(first_call_command)
-app.command("screen")(screen_command)
-app.command("quantize")(quantize_command)
-app.command("fidelity")(fidelity_command)
-app.command("probabilities")(probabilities_command)
 app.command("converge")(converge_command)
 app.command("megatron")(megatron_command)
 app.command("pipeline")(pipeline_command)
-app.command("paper")(paper_command)
-app.command("capture")(capture_command)
-app.command("report")(report)
+
+
+@app.command("first-call")
+def first_call_command(
+    tokens: Tokens = None,
+    vocab: Size = 16384,
+    dim: Size = 256,
+    shape: Shapes = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cuda",
+    gradient: Annotated[Names, typer.Option(help="May be repeated. [all three]")] = None,
+    csv_path: CsvPath = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Seconds of a process's first loss and gradients, with and without compiled kernels."""
+    from benchmarks.first_call import bench_first_calls
+    from cce_dist.bench.report import Report
+
+    with refusals():
+        shapes = shapes_of("zipf", shape, tokens, vocab, dim)
+    gradients = gradient or ["filtered", "exact", "in_forward"]
+    report = Report(machine_of(device, 0), csv_path, json_path, None)
+    for parsed in shapes:
+        with refusals():
+            rows = bench_first_calls(parsed, dtype=dtype, device=device, gradients=gradients)
+        report.add({**dataclasses.asdict(parsed), "dtype": dtype}, rows)
+        report.finish_case()
+
+
+@app.command("fidelity")
+def fidelity_command(
+    inputs: Captured,
+    tokens: Tokens = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    method: Annotated[Names, typer.Option(help="Only these methods; may be repeated.")] = None,
+    keep: Annotated[
+        Names,
+        typer.Option(
+            help="Mass at which our methods keep a column, 2^-9.5 or 1e-3; may be repeated. "
+            "[2^-13 to 2^-5, and their defaults]"
+        ),
+    ] = None,
+    tenths: Annotated[bool, typer.Option(help="Also measure by the frequency of tokens.")] = True,
+    repeats: Repeats = 10,
+    backend: BackendName = "auto",
+    peer_path: PeerPath = None,
+    peer_timeout_seconds: Timeout = 120.0,
+    title: Title = "",
+    record: RecordPath = None,
+    failed: Failed = None,
+) -> None:
+    """Gradients of every method over its thresholds against float64, by token frequency.
+
+    Methods: dense, exact, in_forward, filtered, no-tail, screened; with --peer-path Apple's cce and
+    cce-kahan-full-c. The terminal shows all tokens together; the record has the tenths.
+    """
+    from benchmarks.evidence.records import append_rows, check_path, write_record
+    from benchmarks.fidelity.candidates import DEFAULT_KEEP, candidates_of, choose_names
+    from benchmarks.fidelity.fidelity import GOLDEN, bench_fidelity, record_of
+    from benchmarks.fidelity.tenths import ALL
+    from cce_dist.bench.methods import DeviceLostError, parse_backend, restart_without
+    from cce_dist.bench.report import Report
+
+    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
+    settings = {"backend": backend, "repeats": repeats}
+    with refusals():
+        names = choose_names(method or (), with_apple=bool(peer_path))
+        machine = machine_of(device, threads, peers=names)
+        keeps = [parse_power("keep", text) for text in keep or ()] or DEFAULT_KEEP
+        chosen = parse_backend(backend)
+        cases = cases_of(list(inputs), None, tokens, 0, 0, dtype, device)
+        if record is not None:
+            check_path(record)
+    report = Report(machine, None, None, None)
+    try:
+        for number, make in enumerate(cases):
+            case = make().without_ignored()
+            with refusals():
+                candidates = candidates_of(names, case, keeps, chosen)
+                rows = bench_fidelity(
+                    case,
+                    candidates,
+                    tenths=tenths,
+                    repeats=repeats,
+                    timeout_seconds=peer_timeout_seconds,
+                    failed=reasons_of(failed),
+                    say=report.say,
+                )
+                if record is not None:
+                    measured = record_of(
+                        case, rows, machine, settings, name=record.stem, title=title
+                    )
+                    # The first capture's rows replace a file of an earlier command.
+                    (append_rows if number else write_record)(measured, record.parent)
+            shown = [row for row in rows if row["group"] == ALL and row["method"] != GOLDEN]
+            report.add(case.description, [{name: row.get(name) for name in SHOWN} for row in shown])
+            report.finish_case()
+    except DeviceLostError as error:
+        restart_without(error)
+
+
+@app.command("capture")
+def capture_command(
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="A config of `cce-dist train`, in place of the sizes."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for step-<n>.pt.")] = Path("runs/captured"),
+    step: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Step to save after; may be repeated. [0, 10, 100, 300]"),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Train this long, and save the last step.")
+    ] = None,
+    tokens: Size = 2048,
+    vocab: Annotated[int, typer.Option(min=257)] = 256000,
+    dim: Size = 2304,
+    layers: Size = 6,
+    batch: Size = 16,
+    sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
+    megabytes: Annotated[float, typer.Option(min=0, help="Size of the text.")] = 160.0,
+) -> None:
+    """Train on one rank and save what the loss sees (hidden, weight, targets) at some steps.
+
+    The text is that of the Python installation, or the config's.
+    """
+    from benchmarks.fidelity.capture import capture_inputs, load_capture_config, make_capture_config
+
+    need_modules("tokenizers")
+    steps = step or ([] if seconds is not None else [0, 10, 100, 300])
+    num_steps = max([*steps, 1])
+    with refusals():
+        if config is not None:
+            chosen = load_capture_config(config, num_steps)
+        else:
+            chosen = make_capture_config(
+                vocab,
+                dim,
+                layers,
+                megabytes,
+                out / ".cache",
+                steps=num_steps,
+                batch=batch,
+                sequence_length=sequence_length,
+            )
+    for path in capture_inputs(chosen, steps, tokens, out, seconds=seconds):
+        typer.echo(path)
+
+
+@app.command("report")
+def report(
+    records: Annotated[Path, typer.Option(help="Folder of the records.")] = RECORDS,
+    pages: Annotated[Path, typer.Option(help="Folder to write the pages into.")] = Path(
+        "docs/notebook/evidence"
+    ),
+    pictures: Annotated[Path, typer.Option(help="Folder to draw the pictures into.")] = Path(
+        "docs/pictures"
+    ),
+) -> None:
+    """Make docs/notebook/evidence and docs/pictures of the records in docs/notebook/data.
+
+    The records are in the repository, not in an installed package: start in a checkout of it. The
+    same records give the same pages. Exits with 2 where there is no record, or a broken one.
+    """
+    from benchmarks.evidence.pictures import write_pictures
+    from benchmarks.evidence.records import RecordError
+    from benchmarks.evidence.report import write_report
+
+    need_modules("matplotlib")
+    if not any(records.rglob("*.json")):
+        here = "which has none" if records.is_dir() else f"no folder in {Path.cwd()}"
+        raise typer.BadParameter(
+            f"--records must be a folder of records (*.json), got {records}, {here}: start in a "
+            f"checkout of the repository, whose {RECORDS} has them, or name their folder"
+        )
+    try:
+        paths = write_report(records, pages)
+        if records == RECORDS:
+            paths += write_pictures(records, pictures)
+    except RecordError as error:
+        raise typer.BadParameter(str(error)) from None
+    except OSError as error:
+        text = f"pages and figures cannot all be written to {pages}: {error.strerror}"
+        typer.echo(f"error: {text}", err=True)
+        raise typer.Exit(1) from None
+    for path in paths:
+        typer.echo(path)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cce_dist.bench.arguments import (
-    BackendName,
-    Names,
-    PeerPath,
-    Size,
-    Threads,
-    machine_of,
-    refusals,
-)
+from cce_dist.bench.arguments import Names, PeerPath, Size, Threads, machine_of, refusals
 from cce_dist.needs.extras import need_modules
 
 if TYPE_CHECKING:
@@ -24,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def converge_command(
+    context: typer.Context,
     vocab: Annotated[
         list[int] | None,
         typer.Option(min=257, help="May be repeated. [32768, 131072, 262144]"),
@@ -32,11 +28,7 @@ def converge_command(
         Names, typer.Option(help="random or checkpoint; may be repeated. [both]")
     ] = None,
     method: Annotated[
-        Names,
-        typer.Option(
-            help="May be repeated; tile-filter, tile-filter-hidden and tile-filter-weight are "
-            "Apple's filter in dense torch. [all others; peers only on a GPU]"
-        ),
+        Names, typer.Option(help="May be repeated. [all; peers only on a GPU]")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds, from 0 on.")] = 3,
     dim: Size = 512,
@@ -63,13 +55,6 @@ def converge_command(
         list[Path] | None,
         typer.Option(help="A file, folder or JSONL; may be repeated. [the Python installation]"),
     ] = None,
-    fine_tune_data: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text to continue on; may be repeated. [last third of the documents]"),
-    ] = None,
-    budget_seconds: Annotated[
-        float, typer.Option(min=0, help="No run starts that would end later; 0: no limit.")
-    ] = 0.0,
     work_slice: Annotated[
         str, typer.Option("--slice", help="K/N: this process is the K-th of N, from 0 on.")
     ] = "0/1",
@@ -78,7 +63,6 @@ def converge_command(
         bool, typer.Option("--prepare", help="Make only the token ids, which takes no GPU.")
     ] = False,
     peer_path: PeerPath = None,
-    backend: BackendName = "auto",
     threads: Threads = 0,
     record: Annotated[Path, typer.Option(help="File that gets each finished run.")] = Path(
         "docs/notebook/data/evidence/convergence/convergence.json"
@@ -96,66 +80,42 @@ def converge_command(
     """
     import torch
 
-    from benchmarks.cli.fidelity import parse_power
     from benchmarks.converge.converge import Work
     from benchmarks.converge.plan import (
+        STARTS,
         Plan,
         Sizes,
-        as_start,
-        default_methods,
         parse_slice,
         settings_of,
     )
     from benchmarks.evidence.records import make_record
-    from cce_dist.bench.methods import parse_backend
+    from benchmarks.fidelity.candidates import choose_names
 
     need_modules("tokenizers")
     sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
     on_gpu = torch.cuda.is_available()
     with refusals():
-        sizes = Sizes(
-            dim=dim,
-            layers=layers,
-            tied=tied,
-            batch=batch,
-            sequence_length=sequence_length,
-            steps=steps,
-            checkpoint_steps=checkpoint_steps,
-            evaluations=evaluations,
-            held_out_tokens=held_out_tokens,
-            lr=lr,
-            fine_tune_lr=fine_tune_lr,
-            warmup=warmup,
-            megabytes=megabytes,
-            dtype=dtype,
-            keep="auto" if keep == "auto" else parse_power("keep", keep),
-            max_kept=max_kept,
-        )
+        # The options from --dim to --max-kept are the fields of Sizes.
+        values = {field.name: context.params[field.name] for field in dataclasses.fields(Sizes)}
+        values["keep"] = keep if keep == "auto" else parse_power("keep", keep)
+        sizes = Sizes(**values)
         plan = Plan(
             vocab_sizes=tuple(vocab or (32768, 131072, 262144)),
-            starts=tuple(as_start(text) for text in start or ("random", "checkpoint")),
-            methods=tuple(method or default_methods(on_gpu)),
+            starts=tuple(start or STARTS),
+            methods=tuple(choose_names(method or (), with_apple=on_gpu)),
             num_seeds=seeds,
             work_slice=parse_slice(work_slice),
         )
         machine = machine_of("cuda" if on_gpu else "cpu", threads, peers=plan.methods)
-        settings = settings_of(sizes, data or (), fine_tune_data or ())
-        work = Work(
-            plan=plan,
-            sizes=sizes,
-            record=make_record(
-                "convergence", record.stem, title, machine, seeds=range(seeds), settings=settings
-            ),
-            folder=record.parent,
-            cache=cache,
-            paths=tuple(data or ()),
-            fine_tune_paths=tuple(fine_tune_data or ()),
-            backend=parse_backend(backend),
+        settings = settings_of(sizes, data or ())
+        empty = make_record(
+            "convergence", record.stem, title, machine, seeds=range(seeds), settings=settings
         )
-        raise typer.Exit(_run(work, budget_seconds, retry=retry, prepare_only=prepare_only))
+        work = Work(plan, sizes, empty, record.parent, cache, tuple(data or ()))
+        raise typer.Exit(_run(work, retry=retry, prepare_only=prepare_only))
 
 
-def _run(work: Work, budget_seconds: float, *, retry: bool, prepare_only: bool) -> int:
+def _run(work: Work, *, retry: bool, prepare_only: bool) -> int:
     """Trains the runs that the record lacks; returns the exit code, 1 if the device was lost.
 
     Raises:
@@ -178,12 +138,28 @@ def _run(work: Work, budget_seconds: float, *, retry: bool, prepare_only: bool) 
         ranks = connect(ParallelConfig())
         # Joining the job takes every core: give back those that were not asked for.
         torch.set_num_threads(int(work.record.machine["threads"]))
-        left = converge(work, ranks, typer.echo, budget_seconds=budget_seconds, retry=retry)
+        converge(work, ranks, typer.echo, retry=retry)
     except ConfigError as error:
         raise ValueError(str(error)) from None
     except DeviceLostError as error:
         typer.echo(f"the device was lost in {error}; the same command again goes on", err=True)
         return 1
     leave(ranks)
-    typer.echo(f"{left} runs left; written: {work.folder / work.record.name}.json")
+    typer.echo(f"written: {work.folder / work.record.name}.json")
     return 0
+
+
+def parse_power(name: str, text: str) -> float:
+    """Returns the number that `text` is: a power such as "2^-9.5", or a number as Python reads it.
+
+    Raises:
+        ValueError: `text` is neither, or not a finite number above 0.
+    """
+    power = re.fullmatch(r"2\^([+-]?\d+(?:\.\d+)?)", text)
+    try:
+        value = 2.0 ** float(power[1]) if power else float(text)
+    except (ValueError, OverflowError):
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be a number above 0 such as 2^-9.5 or 1e-3, got {text!r}")
+    return value

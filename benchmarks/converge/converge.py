@@ -9,24 +9,38 @@ import dataclasses
 import gc
 import hashlib
 import json
+import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from benchmarks.converge.plan import CHECKPOINT_SEED, Group, Plan, Sizes, Start, builders
-from benchmarks.converge.run import Cells, Trainer
-from benchmarks.converge.text import Text, texts_of
+from benchmarks.converge.plan import CHECKPOINT_SEED, Group, Plan, Sizes, builders
+from benchmarks.converge.text import Text, evaluate, texts_of
 from benchmarks.evidence.records import Cell, Record, append_rows, locked, read_record
-from cce_dist.bench.methods import recover
-from cce_dist.options import Backend
+from cce_dist import LossOutput
+from cce_dist.bench.golden import LossFunction
+from cce_dist.bench.methods import describe_failure, recover
+from cce_dist.bench.training import GIB
+from cce_dist.train.config.schema import TrainConfig
+from cce_dist.train.data.batches import Batches
 from cce_dist.train.data.tokens import prepare_tokens
 from cce_dist.train.errors import JobError
+from cce_dist.train.loop import Job, start_run, train_step
+from cce_dist.train.metrics import peak_memory_bytes, reset_peak_memory
+from cce_dist.train.model.head import head_loss_of
+from cce_dist.train.optimizer import make_optimizer
+from cce_dist.train.progress import Display
 from cce_dist.train.ranks import Ranks
+from cce_dist.train.stop import StopRequest
+from cce_dist.train.watch.heartbeat import Heartbeat
 
+Cells = dict[str, Cell]
 Say = Callable[[str], None]
 
 
@@ -38,7 +52,6 @@ class Work:
         record: a record without rows; its file in `folder` gets the rows of each finished run.
         cache: folder of token ids and checkpoints, which are made once.
         paths: text; empty: the text of the Python installation.
-        fine_tune_paths: text to continue on; empty: the last third of the documents.
     """
 
     plan: Plan
@@ -47,8 +60,6 @@ class Work:
     folder: Path
     cache: Path
     paths: tuple[Path, ...] = ()
-    fine_tune_paths: tuple[Path, ...] = ()
-    backend: Backend = "auto"
 
     def append(self, rows: Sequence[Cells]) -> None:
         append_rows(dataclasses.replace(self.record, rows=tuple(rows)), self.folder)
@@ -57,57 +68,137 @@ class Work:
         return read_record(self.folder / f"{self.record.name}.json").rows
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """The texts in one vocabulary's token ids.
-
-    Args:
-        key: names the text and the vocabulary.
-        texts: the text of each start.
-    """
+class Vocabulary(NamedTuple):
+    """The text of each start in one vocabulary's token ids; `key` names text and vocabulary."""
 
     size: int
     key: str
-    texts: Mapping[Start, Text]
+    texts: Mapping[str, Text]
 
 
-def converge(work: Work, ranks: Ranks, say: Say, *, budget_seconds: float, retry: bool) -> int:
-    """Trains the runs that the record lacks, one by one; returns how many are left.
+class Trainer:
+    """The runs of one group, which differ in the loss alone.
 
     Args:
-        budget_seconds: no run begins if, taking as long as the longest so far, it would end later;
-            0: no bound.
+        marks: steps after which held-out text is evaluated, the last step among them.
+        about: cells that every row begins with.
+        data_key: names the text.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        marks: Sequence[int],
+        text: Text,
+        about: Mapping[str, Cell],
+        data_key: str,
+        ranks: Ranks,
+    ) -> None:
+        self.config, self.marks, self.text, self.about = config, marks, text, about
+        self.ranks = ranks
+        stop = StopRequest()
+        # The heartbeat is never started: a single rank waits for nobody.
+        heartbeat = Heartbeat(ranks, config.parallel.timeout_s, lambda: bool(stop))
+        length = config.data.sequence_length
+        batches = Batches(text.train, text.held_out, config.run.seed, config.batch, length)
+        self.job = Job(config, ranks, batches, data_key, Display(False), heartbeat, stop)
+        self.run_of_model = start_run(self.job, Path(), "cce")
+        self.start_with(self.run_of_model.model.state_dict())
+
+    def start_with(self, weights: Mapping[str, Tensor]) -> None:
+        """Makes `weights` the first weights of every later run."""
+        self.initial = {name: value.clone() for name, value in weights.items()}
+
+    def run(self, method: str, build: Callable[[], LossFunction]) -> list[Cells]:
+        """Trains one run; returns a row of part "curve" for each evaluation, and one of part "run".
+
+        With screened logits the last row has `screened_share`: the share of the steps whose logits
+        were screened. A failed run has one row of part "run", whose `failed` says why.
+        """
+        about = {**self.about, "method": method}
+        try:
+            return self._train(about, head_loss_of(build(), getattr(torch, self.config.dtype)))
+        # A peer may raise anything, this version may refuse an option, and a loss may diverge.
+        except Exception as error:
+            return [{**about, "part": "run", "failed": describe_failure(error)}]
+
+    def _train(self, about: Cells, head_loss: Callable[..., LossOutput]) -> list[Cells]:
+        config, device = self.config, self.ranks.device
+        model = self.run_of_model.decoder
+        model.load_state_dict(self.initial)
+        torch.manual_seed(config.run.seed)
+        reset_peak_memory(device)
+        rows, seconds = [], []
+        # On a CPU the CPU time of all threads: other processes may run beside this one. A step
+        # waits for the device before its update.
+        clock = time.perf_counter if device.type == "cuda" else time.process_time
+        screened: list[Tensor] = []
+
+        def counting_loss(*inputs: Any) -> LossOutput:
+            output = head_loss(*inputs)
+            if output.screened is not None:
+                screened.append(output.screened.all())
+            return output
+
+        with tempfile.TemporaryDirectory() as folder:
+            run = dataclasses.replace(
+                self.run_of_model,
+                folder=Path(folder),
+                # The name "cce" would ask the loss for statistics.
+                head=str(about["method"]),
+                head_loss=counting_loss,
+                optimizer=make_optimizer(model, config.optimizer, device),
+            )
+            for step in range(config.steps + 1):
+                if step:
+                    started = clock()
+                    train_step(self.job, run, step)
+                    seconds.append(clock() - started)
+                if step in self.marks:
+                    nats = evaluate(model, self.text, config, self.ranks)
+                    rows.append({**about, "part": "curve", "step": step, **nats})
+        timing: Cells = {
+            "text": self.job.data_key,
+            "steps": config.steps,
+            "tokens": config.steps * config.batch * config.data.sequence_length,
+            "seconds": sum(seconds),
+            "median_step_ms": 1e3 * statistics.median(seconds),
+            # On a CPU the peak would be the whole process's since its start.
+            "peak_gib": peak_memory_bytes(device) / GIB if device.type == "cuda" else None,
+        }
+        if screened:
+            timing["screened_share"] = float(torch.stack(screened).float().mean())
+        return [*rows, {**about, "part": "run", **timing}]
+
+
+def converge(work: Work, ranks: Ranks, say: Say, *, retry: bool) -> None:
+    """Trains the runs that the record lacks, one by one.
+
+    Args:
         retry: also trains the runs that failed before.
     Raises:
         ConfigError, ValueError: there is no text, it is too short, or a size is out of bounds.
         RecordError: the record's file has another machine, commit or settings.
         DeviceLostError: a method broke the device and is recorded as failed; call again.
     """
-    started, longest, left = time.perf_counter(), 0.0, 0
     work.append([])
-    losses = builders(work.backend, ranks.device.type == "cuda", work.sizes)
+    losses = builders(ranks.device.type == "cuda", work.sizes)
     vocabulary = None
     for group in work.plan.groups():
         trainer = None
-        methods = _missing(work, group, retry)
-        for number, method in enumerate(methods):
-            run_started = time.perf_counter()
-            if budget_seconds and run_started - started + longest > budget_seconds:
-                left += len(methods) - number
-                break
-            if vocabulary is None or vocabulary.size != group.vocab_size:
-                vocabulary = prepare(work, group.vocab_size, say)
+        for method in _missing(work, group, retry):
+            started = time.perf_counter()
+            if vocabulary is None or vocabulary.size != group.vocab:
+                vocabulary = prepare(work, group.vocab, say)
             if trainer is None:
                 trainer = _trainer(work, group, vocabulary, ranks, say)
             rows = trainer.run(method, losses[method])
             work.append(rows)
-            longest = max(longest, time.perf_counter() - run_started)
-            say(f"{_describe(group, method, rows)} ({time.perf_counter() - run_started:.1f} s)")
+            say(f"{_describe(group, method, rows)} ({time.perf_counter() - started:.1f} s)")
             if "failed" in rows[-1]:
                 recover(method, str(rows[-1]["failed"]), ranks.device)
         del trainer
         gc.collect()
-    return left
 
 
 def prepare(work: Work, vocab_size: int, say: Say) -> Vocabulary:
@@ -122,19 +213,13 @@ def prepare(work: Work, vocab_size: int, say: Say) -> Vocabulary:
     if cache.num_merged < vocab_size:
         say(f"the text gives {cache.num_merged} tokens of V={vocab_size}: the rest never occur")
     texts = texts_of(
-        cache,
-        vocab_size,
-        work.fine_tune_paths,
-        sizes.megabytes,
-        sizes.held_out_tokens,
-        sizes.sequence_length,
-        work.plan.starts,
+        cache, vocab_size, sizes.held_out_tokens, sizes.sequence_length, work.plan.starts
     )
     return Vocabulary(vocab_size, cache.key, texts)
 
 
 def _missing(work: Work, group: Group, retry: bool) -> list[str]:
-    mine = _about(group).items()
+    mine = group._asdict().items()
     done = {
         row["method"]
         for row in work.recorded()
@@ -145,22 +230,14 @@ def _missing(work: Work, group: Group, retry: bool) -> list[str]:
 
 def _trainer(work: Work, group: Group, vocabulary: Vocabulary, ranks: Ranks, say: Say) -> Trainer:
     text = vocabulary.texts[group.start]
-    identity: Cells = {"vocab": group.vocab_size, "start": group.start}
-    known = any(
-        row["part"] == "text" and identity.items() <= row.items() for row in work.recorded()
-    )
-    if not known:
-        work.append(text.rows({**identity, "text": vocabulary.key}))
-    config = work.sizes.config(group.vocab_size, group.seed, group.start, work.cache)
-    trainer = Trainer(config, work.sizes.marks, text, _about(group), vocabulary.key, ranks)
+    config = work.sizes.config(group.vocab, group.seed, group.start, work.cache)
+    trainer = Trainer(config, work.sizes.marks, text, group._asdict(), vocabulary.key, ranks)
     if group.start == "checkpoint":
         trainer.start_with(_checkpoint(work, vocabulary, ranks, say))
     return trainer
 
 
-def _checkpoint(
-    work: Work, vocabulary: Vocabulary, ranks: Ranks, say: Say
-) -> dict[str, torch.Tensor]:
+def _checkpoint(work: Work, vocabulary: Vocabulary, ranks: Ranks, say: Say) -> dict[str, Tensor]:
     """Returns the weights to continue from; trains them with the dense loss if there are none yet.
 
     Raises:
@@ -180,8 +257,7 @@ def _checkpoint(
             config = sizes.config(vocabulary.size, CHECKPOINT_SEED, "random", work.cache)
             text = vocabulary.texts["random"]
             maker = Trainer(config, (sizes.steps,), text, about, vocabulary.key, ranks)
-            on_gpu = ranks.device.type == "cuda"
-            rows = maker.run("dense", builders(work.backend, on_gpu, sizes)["dense"])
+            rows = maker.run("dense", builders(ranks.device.type == "cuda", sizes)["dense"])
             if "failed" in rows[-1]:
                 raise JobError(f"the checkpoint of V={vocabulary.size}: {rows[-1]['failed']}")
             row = {**rows[-2], **rows[-1], **about}
@@ -194,10 +270,6 @@ def _checkpoint(
     return saved["weights"]
 
 
-def _about(group: Group) -> Cells:
-    return {"vocab": group.vocab_size, "start": group.start, "seed": group.seed}
-
-
 def _describe(group: Group, method: str, rows: Sequence[Cells]) -> str:
     outcome = rows[-1].get("failed") or f"loss {rows[-2]['all']:.4f}"
-    return f"V={group.vocab_size} {group.start} seed {group.seed} {method}: {outcome}"
+    return f"V={group.vocab} {group.start} seed {group.seed} {method}: {outcome}"

@@ -4,47 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple
 
-import torch
-
-from benchmarks.converge.tile_filter import tile_filter_loss
-from cce_dist import Filter, LinearCrossEntropy, Screen
-from cce_dist.bench.golden import LossFunction, dense_loss
-from cce_dist.bench.methods import METHODS as BENCH_METHODS
-from cce_dist.bench.rank_methods import Setup
-from cce_dist.options import Backend
+from benchmarks.fidelity.candidates import METHODS, build_loss
+from cce_dist import Filter, Screen
+from cce_dist.bench.golden import LossFunction
+from cce_dist.bench.peers import PEERS
 from cce_dist.train.config.schema import TrainConfig
 
-Start = Literal["random", "checkpoint"]
-STARTS = get_args(Start)
-# Our methods. The peers that they are compared with need a GPU.
-OURS = ("exact", "in_forward", "filtered", "no-tail", "screened")
-PEER_METHODS = ("cce", "cce-kahan-full-c")
-METHODS = ("dense", *OURS, *PEER_METHODS)
-# Apple's filter in dense torch, on both gradients or on one of them; runs only when asked for.
-TILE_FILTERS = ("tile-filter", "tile-filter-hidden", "tile-filter-weight")
+STARTS = ("random", "checkpoint")
 HEAD_DIM = 64
 CHECKPOINT_SEED = 1000
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes and settings that all runs of a record share.
-
-    Args:
-        lr, fine_tune_lr: highest learning rate from random weights, and from the checkpoint.
-        checkpoint_steps: steps of the run that makes the checkpoint, at lr.
-        evaluations: number of evaluations, evenly spaced, the last one after the last step; one
-            more comes before the first step.
-        held_out_tokens: largest number of held-out tokens at the end of either text.
-        megabytes: size of the text in million characters.
-        keep: threshold of `Filter`, for methods that have one: "auto" or a mass.
-        max_kept: `Screen.max_kept` of screened logits.
-    """
+    """Sizes and settings that all runs of a record share: options of `cce-dist bench converge`."""
 
     dim: int = 512
     layers: int = 4
@@ -80,7 +60,7 @@ class Sizes:
         """Returns the steps after which held-out text is evaluated."""
         return (0, *(self.steps * n // self.evaluations for n in range(1, self.evaluations + 1)))
 
-    def config(self, vocab_size: int, seed: int, start: Start, cache: Path) -> TrainConfig:
+    def config(self, vocab_size: int, seed: int, start: str, cache: Path) -> TrainConfig:
         """Returns the config of one run.
 
         Raises:
@@ -113,12 +93,11 @@ class Sizes:
         return TrainConfig.model_validate(values)
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Runs with the same first weights and the same batches, so that only methods differ."""
 
-    vocab_size: int
-    start: Start
+    vocab: int
+    start: str
     seed: int
 
 
@@ -129,101 +108,58 @@ class Plan:
     Args:
         work_slice: (k, n): every n-th group, from the k-th on, for n processes that share the work.
     Raises:
-        ValueError: a name is unknown, or a number is out of range.
+        ValueError: a start is unknown.
     """
 
     vocab_sizes: tuple[int, ...]
-    starts: tuple[Start, ...]
+    starts: tuple[str, ...]
     methods: tuple[str, ...]
     num_seeds: int
     work_slice: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
-        for name, got, known in (
-            ("start", self.starts, STARTS),
-            ("method", self.methods, (*METHODS, *TILE_FILTERS)),
-        ):
-            unknown = sorted(set(got) - set(known))
-            if unknown:
-                raise ValueError(f"{name} must be among {list(known)}, got {unknown}")
-        index, count = self.work_slice
-        if not 0 <= index < count:
-            raise ValueError(f"slice must be K/N with 0 <= K < N, got {index}/{count}")
+        unknown = sorted(set(self.starts) - set(STARTS))
+        if unknown:
+            raise ValueError(f"start must be among {list(STARTS)}, got {unknown}")
 
     def groups(self) -> Iterator[Group]:
         """Yields this process's groups by vocabulary, then start, then seed.
 
         Groups that are compared with each other thus follow one another.
         """
-        every = (
-            Group(vocab_size, start, seed)
-            for vocab_size in self.vocab_sizes
-            for start in self.starts
-            for seed in range(self.num_seeds)
-        )
-        index, count = self.work_slice
-        return (group for number, group in enumerate(every) if number % count == index)
+        first, count = self.work_slice
+        every = itertools.product(self.vocab_sizes, self.starts, range(self.num_seeds))
+        return (Group(*group) for group in itertools.islice(every, first, None, count))
 
 
 def parse_slice(text: str) -> tuple[int, int]:
     """Returns (k, n) of a text K/N; "1/4" is the second of four parts.
 
     Raises:
-        ValueError: the text is not K/N.
+        ValueError: the text is not K/N, or K is not below N.
     """
-    first, slash, second = text.partition("/")
-    if not (slash and first.isdecimal() and second.isdecimal()):
-        raise ValueError(f"slice must be K/N such as 0/4, got {text!r}")
-    return int(first), int(second)
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(f"slice must be K/N with 0 <= K < N, such as 0/4, got {text!r}")
+    return int(match[1]), int(match[2])
 
 
-def default_methods(on_gpu: bool) -> tuple[str, ...]:
-    return METHODS if on_gpu else tuple(name for name in METHODS if name not in PEER_METHODS)
-
-
-def as_start(text: str) -> Start:
-    """Returns `text` as a start.
-
-    Raises:
-        ValueError: there is no start of this name.
-    """
-    for known in STARTS:
-        if text == known:
-            return known
-    raise ValueError(f"start must be among {list(STARTS)}, got {text!r}")
-
-
-def builders(backend: Backend, on_gpu: bool, sizes: Sizes) -> dict[str, Callable[[], LossFunction]]:
+def builders(on_gpu: bool, sizes: Sizes) -> dict[str, Callable[[], LossFunction]]:
     """Returns a builder of each method's loss; if a builder raises, the method can't run here."""
-    ours = functools.partial(LinearCrossEntropy, backend=backend)
-    filtered = functools.partial(ours, gradient="filtered", filter=Filter(keep=sizes.keep))
     screen = Screen(max_kept=sizes.max_kept)
-    # In eager mode, fp32 copies of the logits would take three quarters of a step.
-    dense = (lambda: torch.compile(dense_loss, dynamic=False)) if on_gpu else (lambda: dense_loss)
-    by_method: dict[str, Callable[[], LossFunction]] = {
-        "dense": dense,
-        "exact": lambda: ours(gradient="exact"),
-        "in_forward": lambda: ours(gradient="in_forward"),
-        "filtered": filtered,
-        "no-tail": lambda: filtered(filter=Filter(keep=sizes.keep, tail=False)),
-        # Ask which steps were screened: if 8 bits are not enough, a call computes full logits.
-        "screened": lambda: filtered(logits="screened", screen=screen, stats=("screened",)),
-        **{name: functools.partial(BENCH_METHODS[name].build, Setup()) for name in PEER_METHODS},
-        "tile-filter": tile_filter_loss,
-        "tile-filter-hidden": lambda: tile_filter_loss(of_weight=False),
-        "tile-filter-weight": lambda: tile_filter_loss(of_hidden=False),
-    }
-    return {name: functools.cache(build) for name, build in by_method.items()}
+    build = functools.partial(build_loss, keep=sizes.keep, screen=screen)
+    by_method = {name: functools.partial(build, name) for name in METHODS}
+    if on_gpu:
+        # In eager mode, fp32 copies of the logits would take three quarters of a step.
+        by_method["dense"] = functools.partial(PEERS["torch-compile"])
+    return {name: functools.cache(builder) for name, builder in by_method.items()}
 
 
-def settings_of(
-    sizes: Sizes, paths: Sequence[Path], fine_tune_paths: Sequence[Path]
-) -> dict[str, str | int | float]:
+def settings_of(sizes: Sizes, paths: Sequence[Path]) -> dict[str, str | int | float]:
     """Returns the record's settings."""
     names = ", ".join(path.name for path in paths)
-    fine_tune_names = ", ".join(path.name for path in fine_tune_paths)
     return {
         **dataclasses.asdict(sizes),
         "text": names or "of the Python installation",
-        "text_to_continue_on": fine_tune_names or "the last third of its documents",
+        "text_to_continue_on": "the last third of its documents",
     }

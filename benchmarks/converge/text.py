@@ -3,100 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks.converge.plan import Start
-from benchmarks.evidence.frequency import UNSEEN, frequency_tenths, name_of
 from benchmarks.evidence.records import Cell
+from benchmarks.fidelity.tenths import UNSEEN, name_of, tenths_of
 from cce_dist.train.config.schema import TrainConfig
-from cce_dist.train.data.batches import Batches
-from cce_dist.train.data.text import collect_documents
-from cce_dist.train.data.tokens import TokenCache, encode_texts
+from cce_dist.train.data.tokens import TokenCache
+from cce_dist.train.loop import forward_body
 from cce_dist.train.model.decoder import Decoder
 from cce_dist.train.model.head import head_layout, make_token_nll
 from cce_dist.train.ranks import Ranks
 
-# Share of the documents in the first text, where no second text is named.
+# Share of the tokens in the first text.
 FIRST_SHARE = 2 / 3
 
 
-@dataclass(frozen=True)
-class Text:
-    """A text, split into training and held-out tokens.
-
-    Args:
-        train, held_out: token ids.
-        tenths: [V] int64, the tenth of `train` that each id belongs to.
-    """
+class Text(NamedTuple):
+    """Token ids, and `tenths`, the tenth of `train` that each id belongs to: [V] int64."""
 
     train: np.ndarray
     held_out: np.ndarray
     tenths: np.ndarray
 
-    def batches(self, config: TrainConfig) -> Batches:
-        return Batches(
-            train=self.train,
-            held_out=self.held_out,
-            seed=config.run.seed,
-            batch=config.batch,
-            sequence_length=config.data.sequence_length,
-        )
-
-    def rows(self, about: dict[str, Cell]) -> list[dict[str, Cell]]:
-        """Returns a row for each group of tokens: how many tokens and ids it has."""
-        ids = np.bincount(self.tenths, minlength=UNSEEN + 1)
-        trained = np.bincount(self.tenths[self.train], minlength=UNSEEN + 1)
-        held_out = np.bincount(self.tenths[self.held_out[1:]], minlength=UNSEEN + 1)
-        return [
-            {
-                "part": "text",
-                **about,
-                "group": name_of(tenth),
-                "num_ids": int(ids[tenth]),
-                "num_trained": int(trained[tenth]),
-                "num_held_out": int(held_out[tenth]),
-            }
-            for tenth in range(1, UNSEEN + 1)
-        ]
-
 
 def texts_of(
     cache: TokenCache,
     vocab_size: int,
-    fine_tune_paths: Sequence[Path],
-    megabytes: float,
     held_out_tokens: int,
     sequence_length: int,
-    starts: Sequence[Start],
-) -> dict[Start, Text]:
-    """Returns the text of each start; runs from random weights and the checkpoint's run share one.
-
-    Without `fine_tune_paths`, the text of the start "checkpoint" is the last third of the
-    documents.
+    starts: Sequence[str],
+) -> dict[str, Text]:
+    """Returns the text of each start: "random" has two thirds of the documents, "checkpoint" the
+    rest. The checkpoint's own run is on the first text.
 
     Raises:
-        ConfigError: `fine_tune_paths` hold no text.
         ValueError: a text is too short.
     """
     tokens = cache.tokens()
-    if fine_tune_paths:
-        documents = collect_documents(fine_tune_paths, megabytes)
-        first, second = tokens, np.concatenate(encode_texts(cache, documents))
-    else:
-        # Every document ends with the same token as the last one.
-        ends = np.flatnonzero(tokens == tokens[-1])
-        cut = int(ends[np.searchsorted(ends, FIRST_SHARE * len(tokens))]) + 1
-        first, second = tokens[:cut], tokens[cut:]
-    texts: dict[Start, Text] = {
-        "random": _split(first, vocab_size, held_out_tokens, sequence_length)
+    # Every document ends with the same token as the last one.
+    ends = np.flatnonzero(tokens == tokens[-1])
+    cut = int(ends[np.searchsorted(ends, FIRST_SHARE * len(tokens))]) + 1
+    parts = {"random": tokens[:cut], "checkpoint": tokens[cut:]}
+    return {
+        start: _split(part, vocab_size, held_out_tokens, sequence_length)
+        for start, part in parts.items()
+        if start in ("random", *starts)
     }
-    if "checkpoint" in starts:
-        texts["checkpoint"] = _split(second, vocab_size, held_out_tokens, sequence_length)
-    return texts
 
 
 def _split(tokens: np.ndarray, vocab_size: int, held_out_tokens: int, sequence_length: int) -> Text:
@@ -109,7 +64,8 @@ def _split(tokens: np.ndarray, vocab_size: int, held_out_tokens: int, sequence_l
             f"{len(tokens)}: add documents, or lower them"
         )
     train = tokens[:num_train]
-    return Text(train, tokens[num_train:], frequency_tenths(train, vocab_size))
+    tenths = tenths_of(np.bincount(train, minlength=vocab_size))
+    return Text(train, tokens[num_train:], tenths)
 
 
 @torch.no_grad()
@@ -119,21 +75,17 @@ def evaluate(model: Decoder, text: Text, config: TrainConfig, ranks: Ranks) -> d
     The same function computes them, whichever loss the model was trained with.
     """
     token_nll = make_token_nll(config, head_layout(config, ranks))
-    length = config.data.sequence_length
-    held_out = torch.from_numpy(text.held_out.astype(np.int64))
-    ids, targets = held_out[:-1].view(-1, length), held_out[1:].view(-1, length)
-    tenths = torch.from_numpy(text.tenths).to(ranks.device)
-    nats = torch.zeros(UNSEEN + 1, dtype=torch.float64, device=ranks.device)
-    for some_ids, some_targets in zip(
-        ids.split(config.batch), targets.split(config.batch), strict=True
-    ):
-        hidden = model(some_ids.to(ranks.device))
-        wanted = some_targets.flatten().to(ranks.device)
-        nll = token_nll(hidden, model.head_weight, wanted, ()).loss
-        nats.index_add_(0, tenths[wanted], nll.double())
-    counts = torch.from_numpy(np.bincount(text.tenths[text.held_out[1:]], minlength=UNSEEN + 1))
-    means: dict[str, Cell] = {"all": float(nats.sum()) / int(counts.sum())}
-    for tenth in range(1, UNSEEN + 1):
-        if counts[tenth]:
-            means[name_of(tenth)] = float(nats[tenth]) / int(counts[tenth])
-    return means
+    held_out = torch.from_numpy(text.held_out.astype(np.int64)).to(ranks.device)
+    ids, targets = (x.view(-1, config.data.sequence_length) for x in (held_out[:-1], held_out[1:]))
+    nll = [
+        token_nll(forward_body(model, some_ids, config), model.head_weight, some_targets.flatten())
+        for some_ids, some_targets in zip(
+            ids.split(config.batch), targets.split(config.batch), strict=True
+        )
+    ]
+    tenths = text.tenths[text.held_out[1:]]
+    counts = np.bincount(tenths, minlength=UNSEEN + 1)
+    nats = np.bincount(tenths, torch.cat(nll).double().cpu().numpy(), UNSEEN + 1)
+    groups = [tenth for tenth in range(1, UNSEEN + 1) if counts[tenth]]
+    means = {name_of(tenth): float(nats[tenth] / counts[tenth]) for tenth in groups}
+    return {"all": float(nats.sum() / counts.sum()), **means}

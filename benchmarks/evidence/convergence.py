@@ -1,14 +1,16 @@
 """Differences in training between a loss and dense, in units of the spread between seeds.
 
-Runs of one seed differ only in the loss. The difference is taken seed by seed.
+Runs of one seed differ only in the loss. The difference is taken seed by seed. Runs that differ
+only in their vocabulary are pooled: more seeds for one question.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.evidence.records import Record, Row
@@ -24,30 +26,6 @@ NEIGHBOURS = 2
 WITHIN = 1.0
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The answer to whether a method trains as dense does.
-
-    Args:
-        within: whether the difference to dense is at most one spread everywhere; None: unknown,
-            and `reason` says why.
-        worst: the largest difference in units of the spread, with its sign.
-        error: standard error of `worst` in the same units; None: there is a single seed.
-        step, group: place of `worst`.
-
-        share_within: share of all evaluations and groups whose difference is within one spread.
-    """
-
-    within: bool | None
-    reason: str = ""
-    worst: float = 0.0
-    error: float | None = None
-    step: int = 0
-    group: str = ALL
-
-    share_within: float = 0.0
-
-
 @dataclass(frozen=True, eq=False)
 class Case:
     """All runs of one vocabulary from one start.
@@ -56,7 +34,6 @@ class Case:
         steps: steps after which held-out text was evaluated.
         losses: for each method and seed, then for each step, the row of nats by group.
         runs: for each method and seed the row of part "run"; a failed run's row says why.
-        text: for each group the row of part "text".
     """
 
     vocab_size: int
@@ -64,7 +41,6 @@ class Case:
     steps: tuple[int, ...]
     losses: Mapping[tuple[str, int], Mapping[int, Row]]
     runs: Mapping[tuple[str, int], Row]
-    text: Mapping[str, Row]
 
     @property
     def methods(self) -> list[str]:
@@ -78,20 +54,25 @@ class Case:
         first = next(iter(some.values()), {})
         return [group for group in GROUPS if group in first]
 
+    def cells(self, method: str, key: str) -> list[float]:
+        """Returns the numbers that a method's runs have under a key."""
+        values = [row.get(key) for (name, _), row in self.runs.items() if name == method]
+        return [float(value) for value in values if isinstance(value, float | int)]
+
     def is_itself(self, method: str) -> bool:
         """Tells whether the method trained as its name says.
 
         False for screened logits if no step of any run was screened: full logits trained the
         model then.
         """
-        shares = [
-            row.get("screened_share") for (name, _), row in self.runs.items() if name == method
-        ]
-        known = [share for share in shares if share is not None]
-        return not known or any(known)
+        shares = self.cells(method, "screened_share")
+        return not shares or any(shares)
 
     def seeds(self, method: str) -> list[int]:
         return sorted(seed for name, seed in self.losses if name == method)
+
+    def shared_seeds(self, method: str) -> list[int]:
+        return sorted(set(self.seeds(method)) & set(self.seeds(REFERENCE)))
 
     def loss(self, method: str, seed: int, step: int, group: str = ALL) -> float:
         """Returns a run's nats per held-out token."""
@@ -102,110 +83,130 @@ class Case:
     def mean(self, method: str, step: int, group: str = ALL) -> float:
         return statistics.fmean(self.loss(method, seed, step, group) for seed in self.seeds(method))
 
-    def deviation(self, method: str, step: int, group: str = ALL) -> float:
-        """Returns the standard deviation between a method's seeds; 0 for a single seed."""
-        values = [self.loss(method, seed, step, group) for seed in self.seeds(method)]
-        return statistics.stdev(values) if len(values) > 1 else 0.0
-
-    def spread(self, step: int, group: str = ALL) -> float:
-        """Returns dense's deviation between seeds: the root of the mean variance around a step."""
-        if (step, group) not in self._spreads:
-            around = [x for x in self.steps if x and step / NEIGHBOURS <= x <= step * NEIGHBOURS]
-            variances = [self.deviation(REFERENCE, x, group) ** 2 for x in around]
-            self._spreads[step, group] = math.sqrt(statistics.fmean(variances))
-        return self._spreads[step, group]
-
-    @functools.cached_property
-    def _spreads(self) -> dict[tuple[int, str], float]:
-        """Spreads computed so far: a page asks for each of them a hundred times."""
-        return {}
-
-    def difference(self, method: str, step: int, group: str = ALL) -> float:
-        """Returns the mean difference to dense over the seeds that both have; positive is worse."""
-        return statistics.fmean(self._differences(method, step, group))
-
-    def standard_error(self, method: str, step: int, group: str = ALL) -> float | None:
-        """Returns the standard error of `difference`, from the seeds' own; None: a single seed."""
-        differences = self._differences(method, step, group)
-        if len(differences) < 2:
-            return None
-        return statistics.stdev(differences) / math.sqrt(len(differences))
-
-    def _differences(self, method: str, step: int, group: str) -> list[float]:
-        seeds = set(self.seeds(method)) & set(self.seeds(REFERENCE))
+    def differences(self, method: str, step: int, group: str) -> list[float]:
+        """Returns the difference to dense of each seed that both have; positive is worse."""
         return [
             self.loss(method, seed, step, group) - self.loss(REFERENCE, seed, step, group)
-            for seed in sorted(seeds)
+            for seed in self.shared_seeds(method)
         ]
 
-    def in_spreads(self, method: str, step: int, group: str = ALL) -> float:
-        return over(self.difference(method, step, group), self.spread(step, group))
+    @functools.cached_property
+    def spreads(self) -> dict[tuple[int, str], float]:
+        """Dense's deviation between seeds by step and group: the root of the mean variance around
+        a step."""
+        steps = [step for step in self.steps if step]
+        variances = {(x, group): self._variance(x, group) for x in steps for group in self.groups}
+        spreads = {}
+        for step, group in variances:
+            around = [x for x in steps if step / NEIGHBOURS <= x <= step * NEIGHBOURS]
+            spreads[step, group] = math.sqrt(statistics.fmean(variances[x, group] for x in around))
+        return spreads
 
-    def error_in_spreads(self, method: str, step: int, group: str) -> float | None:
-        error, spread = self.standard_error(method, step, group), self.spread(step, group)
-        return error / spread if error is not None and spread else None
+    def _variance(self, step: int, group: str) -> float:
+        values = [self.loss(REFERENCE, seed, step, group) for seed in self.seeds(REFERENCE)]
+        return statistics.variance(values) if len(values) > 1 else 0.0
 
-    def failure(self, method: str) -> str:
-        """Returns why a run of the method failed; "" if none failed."""
-        return next(
-            (
-                str(run["failed"])
-                for (name, _), run in self.runs.items()
-                if name == method and "failed" in run
-            ),
-            "",
-        )
-
-    def verdict(self, method: str) -> Verdict:
-        if failure := self.failure(method):
-            return Verdict(None, failure)
-        shared = set(self.seeds(method)) & set(self.seeds(REFERENCE))
+    def why_not(self, method: str) -> str:
+        """Returns why the method can't be compared with dense; "" if it can be."""
+        for (name, _), run in self.runs.items():
+            if name == method and "failed" in run:
+                return str(run["failed"])
         if len(self.seeds(REFERENCE)) < 2:
-            return Verdict(None, "a spread takes two seeds of dense")
-        if not shared:
-            return Verdict(None, "no seed that dense has, too")
-        return verdict_of(
-            self.steps,
-            self.groups,
-            functools.partial(self.in_spreads, method),
-            functools.partial(self.error_in_spreads, method),
-        )
+            return "a spread takes two seeds of dense"
+        return "" if self.shared_seeds(method) else "no seed that dense has, too"
+
+    def compares(self, method: str) -> bool:
+        is_other = method != REFERENCE and method in self.methods
+        return is_other and self.is_itself(method) and not self.why_not(method)
 
 
-Difference = Callable[[int, str], float]
-
-
-def verdict_of(
-    steps: Sequence[int],
-    groups: Sequence[str],
-    in_spreads: Difference,
-    error_in_spreads: Callable[[int, str], float | None],
-) -> Verdict:
-    """Returns the verdict on a method from its differences to dense.
+@dataclass(frozen=True)
+class Verdict:
+    """How far a method trains from dense.
 
     Args:
-        steps: steps of the evaluations; step 0 comes before training and does not count.
-        in_spreads, error_in_spreads: difference and standard error at a step, in a group.
+        worst: the largest difference in units of the spread, with its sign.
+        error: standard error of `worst` in the same units; None: there is a single seed.
+        step, group: place of `worst`.
+        share_within: share of all evaluations and groups whose difference is within one spread.
     """
-    places = [(step, group) for step in steps if step for group in groups]
-    differences = {place: in_spreads(*place) for place in places}
-    step, group = max(differences, key=lambda place: abs(differences[place]))
-    num_within = sum(abs(value) <= WITHIN for value in differences.values())
-    return Verdict(
-        within=num_within == len(differences),
-        worst=differences[step, group],
-        error=error_in_spreads(step, group),
-        step=step,
-        group=group,
-        share_within=num_within / len(differences),
-    )
+
+    worst: float
+    error: float | None
+    step: int
+    group: str
+    share_within: float
 
 
-def over(difference: float, spread: float) -> float:
-    """Returns `difference` in units of `spread`; a spread of 0 gives 0 or infinity."""
-    if difference == 0:
-        return 0.0
-    return difference / spread if spread else math.copysign(math.inf, difference)
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Cases of different vocabularies with the same device, settings and start; or a single case.
+
+    Args:
+        cases: one case for each vocabulary, the smallest vocabulary first.
+        methods: methods that are taken from these cases; each case can compare them with dense.
+    """
+
+    cases: tuple[Case, ...]
+    methods: tuple[str, ...]
+
+    @property
+    def start(self) -> str:
+        return self.cases[0].start
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return self.cases[0].steps
+
+    @property
+    def groups(self) -> list[str]:
+        """Returns the groups that all cases have."""
+        first, *rest = (case.groups for case in self.cases)
+        return [group for group in first if all(group in other for other in rest)]
+
+    def num_seeds(self, method: str) -> int:
+        """Returns how many seeds the method shares with dense, over all vocabularies."""
+        return sum(len(case.shared_seeds(method)) for case in self.cases)
+
+    def difference(self, method: str, step: int, group: str = ALL) -> float:
+        """Returns the difference to dense in nats: the mean of the vocabularies' means."""
+        means = (statistics.fmean(case.differences(method, step, group)) for case in self.cases)
+        return statistics.fmean(means)
+
+    def standard_error(self, method: str, step: int, group: str = ALL) -> float | None:
+        """Returns the standard error of `difference`; None if a vocabulary has a single seed."""
+        every = [case.differences(method, step, group) for case in self.cases]
+        if min(map(len, every)) < 2:
+            return None
+        return math.sqrt(sum(statistics.variance(each) / len(each) for each in every)) / len(every)
+
+    def spread(self, step: int, group: str = ALL) -> float:
+        """Returns dense's deviation between seeds: the root of the vocabularies' mean variance."""
+        return math.sqrt(statistics.fmean(case.spreads[step, group] ** 2 for case in self.cases))
+
+    def in_spreads(self, method: str, step: int, group: str = ALL) -> float:
+        """Returns `difference` in units of the spread; a spread of 0 gives 0 or infinity."""
+        difference, spread = self.difference(method, step, group), self.spread(step, group)
+        if difference == 0:
+            return 0.0
+        return difference / spread if spread else math.copysign(math.inf, difference)
+
+    def verdict(self, method: str) -> Verdict:
+        """Returns the verdict on a method that can be compared with dense.
+
+        Step 0 comes before training and does not count.
+        """
+        places = [(step, group) for step in self.steps if step for group in self.groups]
+        differences = {place: self.in_spreads(method, *place) for place in places}
+        worst = max(differences, key=lambda place: abs(differences[place]))
+        error, spread = self.standard_error(method, *worst), self.spread(*worst)
+        num_within = sum(abs(value) <= WITHIN for value in differences.values())
+        return Verdict(
+            differences[worst],
+            error / spread if error is not None and spread else None,
+            *worst,
+            num_within / len(differences),
+        )
 
 
 def cases_of(record: Record) -> list[Case]:
@@ -213,32 +214,55 @@ def cases_of(record: Record) -> list[Case]:
 
     If a run has two rows, the later one counts: a failed run may have been tried again.
     """
-    keys = {(int(row["vocab"]), str(row["start"])) for row in _of(record.rows, "run")}
-    return [
-        _case(record, vocab, start)
-        for vocab, start in sorted(keys, key=lambda key: (key[0], key[1] != "random"))
-    ]
+    rows: dict[tuple[int, bool, str], list[Row]] = {}
+    for row in record.rows:
+        if row["part"] in ("run", "curve"):
+            start = str(row["start"])
+            rows.setdefault((int(row["vocab"] or 0), start != "random", start), []).append(row)
+    return [_case(key[0], key[2], rows[key]) for key in sorted(rows)]
 
 
-def _case(record: Record, vocab_size: int, start: str) -> Case:
-    mine = [
-        row for row in record.rows if (row.get("vocab"), row.get("start")) == (vocab_size, start)
-    ]
+def _case(vocab_size: int, start: str, rows: Sequence[Row]) -> Case:
     losses: dict[tuple[str, int], dict[int, Row]] = {}
-    for row in _of(mine, "curve"):
-        losses.setdefault((str(row["method"]), int(row["seed"])), {})[int(row["step"])] = row
-    return Case(
-        vocab_size=vocab_size,
-        start=start,
-        steps=tuple(sorted({int(row["step"]) for row in _of(mine, "curve")})),
-        losses=losses,
-        runs={(str(row["method"]), int(row["seed"])): row for row in _of(mine, "run")},
-        text={str(row["group"]): row for row in _of(mine, "text")},
-    )
+    runs: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        run = str(row["method"]), int(row["seed"] or 0)
+        if row["part"] == "run":
+            runs[run] = row
+        else:
+            losses.setdefault(run, {})[int(row["step"] or 0)] = row
+    steps = tuple(sorted({step for evaluated in losses.values() for step in evaluated}))
+    return Case(vocab_size, start, steps, losses, runs)
 
 
-def _of(rows: Sequence[Row], part: str) -> list[dict]:
-    return [dict(row) for row in rows if row.get("part") == part]
+def pools_of(records: Sequence[Record]) -> list[Pool]:
+    """Returns pools of cases with the same device, settings and start.
+
+    A method is in a pool if at least two vocabularies have it. For each vocabulary, the case with
+    the most seeds of the method is taken. Methods that come from the same cases share a pool.
+    """
+    alike: dict[tuple[str, str, str], dict[int, list[Case]]] = {}
+    for record in records:
+        device, settings = record.machine.get("device", ""), json.dumps(dict(record.settings))
+        for case in cases_of(record):
+            by_size = alike.setdefault((device, settings, case.start), {})
+            by_size.setdefault(case.vocab_size, []).append(case)
+    pools = []
+    for by_size in alike.values():
+        methods: dict[tuple[Case, ...], list[str]] = {}
+        alternatives = [by_size[size] for size in sorted(by_size)]
+        every = [name for cases in alternatives for case in cases for name in case.methods]
+        for method in dict.fromkeys(every):
+            able = [[case for case in cases if case.compares(method)] for cases in alternatives]
+            chosen = tuple(
+                max(cases, key=lambda case: len(case.shared_seeds(method)))
+                for cases in able
+                if cases
+            )
+            if len(chosen) > 1:
+                methods.setdefault(chosen, []).append(method)
+        pools += [Pool(cases, tuple(names)) for cases, names in methods.items()]
+    return pools
 
 
 def describe_group(group: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,22 +54,28 @@ class Chart:
     shade: tuple[float, float] | None = None
 
 
-def write_figure(path: Path, charts: Sequence[Chart]) -> None:
-    """Draws the charts side by side into an SVG file, with one legend below them."""
+@contextmanager
+def open_figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
+    """Yields an empty figure of `size` inches, which is then written to an SVG file."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.2 * len(charts), 3.6), layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+def write_figure(path: Path, charts: Sequence[Chart]) -> None:
+    """Draws the charts side by side into an SVG file, with one legend below them."""
+    with open_figure(path, (4.2 * len(charts), 3.6)) as figure:
         handles: dict[str, Any] = {}
         for place, chart in enumerate(charts, 1):
-            axes = figure.add_subplot(1, len(charts), place)
-            _draw(axes, chart, handles)
+            _draw(figure.add_subplot(1, len(charts), place), chart, handles)
         figure.legend(
             handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
 def _draw(axes: Any, chart: Chart, handles: dict[str, Any]) -> None:

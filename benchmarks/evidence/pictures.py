@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.figures import STYLE
+from benchmarks.evidence.figures import open_figure
 from benchmarks.evidence.methods import look_of
 from benchmarks.evidence.records import FOLDER, read_record
 from cce_dist.cli.plan_plot import TASKS
@@ -17,7 +16,8 @@ from cce_dist.planner.orders.predict import StageTimes, predict
 PICTURES = Path("docs/pictures")
 GREY, ACCENT, SECOND = "#808080", "#d9542b", "#d0559b"
 # (file, method, name, colour) of a bar; rows are of one H200, hidden states after 1,000 steps.
-CAPTURED, SCREENED = "loss-captured-h200.csv", "loss-screened-steps-h200.csv"
+CAPTURED = "loss/loss-captured-h200.csv"
+SCREENED = "screened/loss-screened-steps-h200.csv"
 BARS = (
     (CAPTURED, "filtered", "filtered (the default)", ACCENT),
     (SCREENED, "screened", 'logits="screened"', SECOND),
@@ -29,6 +29,7 @@ BARS = (
     (CAPTURED, "dense", "dense", GREY),
 )
 SEEDS = "convergence-256k-seeds-h200"
+SHOWN = ("dense", "exact", "filtered", "screened")
 STAGES, MICROBATCHES = 4, 8
 # A stage's forward is 1, its backward 2; the head takes as long as one and a half stages.
 HEAD_FORWARD, HEAD_BACKWARD = 1.5, 3.0
@@ -45,22 +46,10 @@ def write_pictures(records: Path = FOLDER, pictures: Path = PICTURES) -> list[Pa
     paths = []
     for name, (size, draw) in drawings.items():
         path = pictures / f"{name}.svg"
-        with _figure(path, size) as figure:
+        with open_figure(path, size) as figure:
             draw(figure)
         paths.append(path)
     return paths
-
-
-@contextmanager
-def _figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=size, layout="constrained")
-        yield figure
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
 def draw_peers(figure: Any, data: Path) -> None:
@@ -87,7 +76,7 @@ def draw_peers(figure: Any, data: Path) -> None:
 
 
 def _measured(data: Path, file: str, method: str) -> dict[str, str]:
-    with (data / ("screened" if file == SCREENED else "loss") / file).open() as lines:
+    with (data / file).open() as lines:
         measured = [
             row
             for row in csv.DictReader(lines)
@@ -155,17 +144,13 @@ def draw_pipeline(figure: Any) -> None:
 
 def draw_losses(figure: Any, records: Path) -> None:
     """Draws held-out losses of each seed, and how far each run is from dense's of its seed."""
-    rows = [
-        row
-        for row in read_record(records / "convergence" / f"{SEEDS}.json").rows
-        if row["part"] == "curve" and row["step"]
-    ]
     curves: dict[tuple[Any, Any], dict[Any, Any]] = {}
-    for row in rows:
-        curves.setdefault((row["method"], row["seed"]), {})[row["step"]] = row["all"]
+    for row in read_record(records / "convergence" / f"{SEEDS}.json").rows:
+        if row["part"] == "curve" and row["step"]:
+            curves.setdefault((row["method"], row["seed"]), {})[row["step"]] = row["all"]
     left, right = figure.subplots(1, 2)
     for (method, seed), curve in curves.items():
-        if method not in ("dense", "exact", "filtered", "screened"):
+        if method not in SHOWN:
             continue
         steps, colour = list(curve), look_of(method).colour
         style: dict[str, Any] = {"color": colour, "linewidth": 1, "alpha": 0.8}
@@ -173,7 +158,7 @@ def draw_losses(figure: Any, records: Path) -> None:
         if method != "dense":
             dense = curves["dense", seed]
             right.plot(steps, [curve[step] - dense[step] for step in steps], **style)
-    for method in ("dense", "exact", "filtered", "screened"):
+    for method in SHOWN:
         left.plot([], [], color=look_of(method).colour, label=method)
     left.set(xlabel="step", ylabel="held-out loss, nats")
     right.set(xlabel="step", ylabel="difference to dense, nats")

@@ -9,16 +9,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
-from benchmarks.evidence.figures import Chart, write_figure
+from benchmarks.evidence.figures import write_figure
 from benchmarks.evidence.markdown import provenance
 from benchmarks.evidence.records import FOLDER, Kind, Record, read_records
-from benchmarks.evidence.show import (
-    show_classes,
-    show_convergence,
-    show_end_to_end,
-    show_fidelity,
-    show_probabilities,
-)
+from benchmarks.evidence.show import show_convergence, show_end_to_end, show_fidelity
 
 PAGES = Path("docs/notebook/evidence")
 HEAD = "<!-- Written by `cce-dist report` from {records}: change those, not this. -->"
@@ -26,9 +20,7 @@ HEAD = "<!-- Written by `cce-dist report` from {records}: change those, not this
 KINDS: dict[Kind, ModuleType] = {
     "convergence": show_convergence,
     "fidelity": show_fidelity,
-    "probabilities": show_probabilities,
     "end-to-end": show_end_to_end,
-    "classes": show_classes,
 }
 assert tuple(KINDS) == get_args(Kind)
 
@@ -40,7 +32,7 @@ def page_of(kind: Kind, records: Sequence[Record], rows: Path = Path(".")) -> st
         rows: the records' folder, from the page.
     """
     shown = KINDS[kind]
-    pictures = figures_of(kind, records)
+    pictures = shown.figures(records)
     parts = [HEAD.format(records=rows.as_posix()), f"# {shown.TITLE}"]
     parts += shown.introduction(records)
     names = {record.name for record in records}
@@ -64,11 +56,6 @@ def _picture(name: str) -> str:
     return f"![{name}](figures/{name}.svg)"
 
 
-def figures_of(kind: Kind, records: Sequence[Record]) -> dict[str, list[Chart]]:
-    """Returns the charts of each figure of a page, by the figure's name."""
-    return KINDS[kind].figures(records)
-
-
 def write_report(folder: Path = FOLDER, pages: Path = PAGES) -> list[Path]:
     """Writes a page for each kind that has records, and pages/figures; returns the pages' paths.
 
@@ -88,7 +75,7 @@ def write_report(folder: Path = FOLDER, pages: Path = PAGES) -> list[Path]:
         pages.mkdir(parents=True, exist_ok=True)
         path.write_text(page_of(kind, mine, rows), encoding="utf8")
         written.append(path)
-        for name, charts in figures_of(kind, mine).items():
+        for name, charts in KINDS[kind].figures(mine).items():
             write_figure(pages / "figures" / f"{name}.svg", charts)
             drawn.add(f"{name}.svg")
     for old in (pages / "figures").glob("*.svg"):

@@ -1,57 +1,76 @@
-"""Methods and thresholds that `cce-dist bench fidelity` compares with float64."""
+"""Methods by name, the thresholds at which they are measured, and what reaches a threshold."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
-from benchmarks.loss.filter import default_keep
-from cce_dist import Filter, LinearCrossEntropy
+from cce_dist import Filter, LinearCrossEntropy, Screen, VocabShard
+from cce_dist.algorithm.plan import plan_of
+from cce_dist.backends.triton.launch.tiles import why_not
 from cce_dist.bench.golden import LossFunction, dense_loss
-from cce_dist.bench.inputs import IGNORE_INDEX, BenchInputs
-from cce_dist.options import Backend
+from cce_dist.bench.inputs import BenchInputs
+from cce_dist.bench.peers import PEERS
+from cce_dist.core.types import Tokens
+from cce_dist.options import TOKEN_BLOCK, Backend
 
-DENSE = "dense"
-# Values of `gradient` that are run without a list of thresholds.
-WITHOUT_THRESHOLD = ("exact", "in_forward")
 SCREENED, NO_TAIL = "screened", "no-tail"
-# Our methods whose threshold is a column's mass in a block, `Filter.keep`.
+# Our methods whose threshold is a column's mass in a block of 128 tokens, `Filter.keep`.
 OVER_MASS = ("filtered", NO_TAIL, SCREENED)
-# Apple's methods, whose threshold filter_eps is a probability, with the other options of Apple's
-# function; the second is the preset cce_kahan_full_c.
-OVER_PROBABILITY: dict[str, dict[str, Any]] = {
-    "cce": {},
-    "cce-kahan-full-c": {"accum_e_fp32": True, "accum_c_fp32": True, "filter_c_grad": False},
-}
-METHODS = (DENSE, *WITHOUT_THRESHOLD, *OVER_MASS, *OVER_PROBABILITY)
-# Methods that may be missing or refuse: their failure is recorded, not raised.
-MAY_FAIL = (SCREENED, *OVER_PROBABILITY)
-
-# 2^-13 to 2^-5 and, around Apple's default in bf16, 2^-18 to 2^-6.
+# Apple's presets, which have a filter of their own.
+APPLE = ("cce", "cce-kahan-full-c")
+METHODS = ("dense", "exact", "in_forward", *OVER_MASS, *APPLE)
 DEFAULT_KEEP = tuple(2.0**power for power in range(-13, -4))
-DEFAULT_EPS = tuple(2.0**power for power in (-18, -16, -14, -10, -8, -6))
+
+
+def build_loss(
+    name: str,
+    keep: float | Literal["auto"] = "auto",
+    *,
+    screen: Screen | None = None,
+    backend: Backend = "auto",
+) -> LossFunction:
+    """Returns the loss of one of METHODS; with `screen` a screened one says what was screened."""
+    if name == "dense":
+        return dense_loss
+    if name in APPLE:
+        return PEERS[name]()
+    ours = functools.partial(LinearCrossEntropy, backend=backend)
+    if name not in OVER_MASS:
+        return ours(gradient=name)  # pyright: ignore[reportArgumentType]
+    rule = Filter(keep=keep, tail=name != NO_TAIL)
+    if name != SCREENED:
+        return ours(filter=rule)
+    if screen is None:
+        return ours(filter=rule, logits="screened")
+    return ours(filter=rule, logits="screened", screen=screen, stats=("screened",))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method at one threshold.
+    """A method at one threshold; `keep` is None if the method has none of ours.
 
     Args:
-        by: the number that is compared with the threshold: a column's mass in a block of 128
-            tokens, or a single probability; None: there is no threshold.
         default: the threshold is the method's default.
     """
 
     method: str
     build: Callable[[], LossFunction]
-    threshold: float | None = None
-    by: Literal["mass", "probability"] | None = None
+    keep: float | None = None
     default: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.method + ("" if self.keep is None else f" at {self.keep:.6g}")
+
+    @property
+    def may_fail(self) -> bool:
+        """Tells whether the method may be missing or refuse; its failure is then recorded."""
+        return self.method in (SCREENED, *APPLE)
 
 
 def choose_names(names: Sequence[str], with_apple: bool) -> list[str]:
@@ -63,72 +82,57 @@ def choose_names(names: Sequence[str], with_apple: bool) -> list[str]:
     unknown = sorted(set(names) - set(METHODS))
     if unknown:
         raise ValueError(f"method must be among {list(METHODS)}, got {unknown}")
-    wanted = names or [name for name in METHODS if with_apple or name not in OVER_PROBABILITY]
+    wanted = names or [name for name in METHODS if with_apple or name not in APPLE]
     return [name for name in METHODS if name in wanted]
 
 
 def candidates_of(
-    names: Sequence[str],
-    inputs: BenchInputs,
-    keeps: Sequence[float],
-    epsilons: Sequence[float],
-    backend: Backend,
+    names: Sequence[str], inputs: BenchInputs, keeps: Sequence[float], backend: Backend
 ) -> list[Candidate]:
-    """Returns each method's candidates: its default threshold first, then the listed ones, rising.
+    """Returns each method's candidates: its default threshold first, then `keeps`, rising.
 
     A method without a threshold is a single candidate.
     """
+    default = default_keep(inputs, backend)
     candidates = []
     for name in names:
-        if name == DENSE:
-            candidates.append(Candidate(name, lambda: dense_loss))
-        elif name in WITHOUT_THRESHOLD:
-            build = functools.partial(LinearCrossEntropy, gradient=name, backend=backend)
+        build = functools.partial(build_loss, name, backend=backend)
+        if name not in OVER_MASS:
             candidates.append(Candidate(name, build))
-        elif name in OVER_MASS:
-            candidates += _over_mass(name, inputs, keeps, backend)
-        else:
-            candidates += _over_probability(name, inputs, epsilons)
+            continue
+        candidates.append(Candidate(name, build, default, True))
+        for keep in sorted(set(keeps) - {default}):
+            candidates.append(Candidate(name, functools.partial(build, keep), keep))
     return candidates
 
 
-def _over_mass(
-    name: str, inputs: BenchInputs, keeps: Sequence[float], backend: Backend
-) -> list[Candidate]:
-    logits = "screened" if name == SCREENED else "full"
-
-    def candidate(threshold: float, default: bool = False) -> Candidate:
-        def build() -> LossFunction:
-            rule = Filter(keep="auto" if default else threshold, tail=name != NO_TAIL)
-            return LinearCrossEntropy(filter=rule, logits=logits, backend=backend)
-
-        return Candidate(name, build, threshold, "mass", default)
-
-    default_threshold = default_keep(inputs, backend)
-    return [
-        candidate(default_threshold, True),
-        *(candidate(keep) for keep in sorted(set(keeps) - {default_threshold})),
-    ]
+def default_keep(inputs: BenchInputs, backend: Backend) -> float:
+    """Returns the threshold that `Filter()` has for these inputs."""
+    shard = VocabShard(0, len(inputs.weight), len(inputs.weight))
+    options = LinearCrossEntropy(backend=backend).options
+    return plan_of(inputs.hidden, len(inputs.targets), options, None, shard).threshold
 
 
-def _over_probability(name: str, inputs: BenchInputs, epsilons: Sequence[float]) -> list[Candidate]:
-    def candidate(threshold: float, default: bool = False) -> Candidate:
-        build = functools.partial(_build_apple, name, "auto" if default else threshold)
-        return Candidate(name, build, threshold, "probability", default)
+@torch.no_grad()
+def shares_kept(inputs: BenchInputs, keeps: Sequence[float]) -> list[float]:
+    """Returns for each threshold the share of all blocks' columns whose true mass reaches it.
 
-    default_threshold = torch.finfo(inputs.hidden.dtype).eps / 32
-    return [
-        candidate(default_threshold, True),
-        *(candidate(eps) for eps in sorted(set(epsilons) - {default_threshold})),
-    ]
+    Targets' columns count as kept. The filter keeps a few more, since its forward knows only an
+    upper bound of the mass. If backend "triton" runs here, blocks follow its order of the tokens;
+    else they follow the order of `inputs`.
+    """
+    valid = inputs.without_ignored()
+    if why_not(valid.hidden) is None and len(valid.targets) > TOKEN_BLOCK:
+        from cce_dist.backends.triton.tokens.order import similar_order
 
-
-def _build_apple(name: str, filter_eps: float | Literal["auto"]) -> LossFunction:
-    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-    return functools.partial(
-        function,
-        ignore_index=IGNORE_INDEX,
-        impl="cce",
-        filter_eps=filter_eps,
-        **OVER_PROBABILITY[name],
-    )
+        order = similar_order(Tokens(valid.hidden, None, valid.targets))
+        valid = replace(valid, hidden=valid.hidden[order], targets=valid.targets[order])
+    kept, total = [0] * len(keeps), 0
+    weight = valid.weight.float()
+    blocks = zip(valid.hidden.split(TOKEN_BLOCK), valid.targets.split(TOKEN_BLOCK), strict=True)
+    for hidden, ids in blocks:
+        mass = (hidden.float() @ weight.T).softmax(-1).sum(0)
+        mass[ids] = TOKEN_BLOCK
+        total += len(mass)
+        kept = [count + int((mass >= keep).sum()) for count, keep in zip(kept, keeps, strict=True)]
+    return [count / total for count in kept]

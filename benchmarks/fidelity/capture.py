@@ -16,8 +16,8 @@ from cce_dist.train.config.load import load_config
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.data.batches import split_tokens
 from cce_dist.train.data.tokens import prepare_tokens
-from cce_dist.train.loop import Job, Run, start_run, train_step
-from cce_dist.train.model.head import HeadLoss, head_loss_of
+from cce_dist.train.loop import Job, Run, forward_body, start_run, train_step
+from cce_dist.train.model.head import head_loss_of
 from cce_dist.train.progress import Display
 from cce_dist.train.ranks import connect
 from cce_dist.train.stop import StopRequest
@@ -91,7 +91,10 @@ def capture_inputs(
     batches = split_tokens(cache.tokens(), config)
     job = Job(config, ranks, batches, cache.key, display, heartbeat, stop)
     folder.mkdir(parents=True, exist_ok=True)
-    run = dataclasses.replace(start_run(job, folder, "dense"), head_loss=_head_loss(config))
+    # In eager mode the fp32 copies of the logits alone would take three quarters of the time.
+    function = torch.compile(dense_loss) if torch.cuda.is_available() else dense_loss
+    head_loss = head_loss_of(function, getattr(torch, config.dtype))
+    run = dataclasses.replace(start_run(job, folder, "dense"), head_loss=head_loss)
     counts = torch.from_numpy(np.bincount(batches.train, minlength=config.data.vocab_size))
     started, written, step = time.perf_counter(), [], 0
     with display.training("capture", 0, config.steps):
@@ -107,12 +110,6 @@ def capture_inputs(
                 return written
             step += 1
             train_step(job, run, step)
-
-
-def _head_loss(config: TrainConfig) -> HeadLoss:
-    # In eager mode the fp32 copies of the logits alone would take three quarters of the time.
-    function = torch.compile(dense_loss) if torch.cuda.is_available() else dense_loss
-    return head_loss_of(function, getattr(torch, config.dtype))
 
 
 def _describe(job: Job) -> dict[str, int | float | bool]:
@@ -135,7 +132,9 @@ def _tensors(job: Job, run: Run, num_tokens: int) -> dict[str, Tensor]:
     num_tokens = min(num_tokens, len(held_out) - 1) // length * length
     ids, targets = held_out[:num_tokens].view(-1, length), held_out[1 : num_tokens + 1]
     device, dtype = job.ranks.device, getattr(torch, job.config.dtype)
-    hidden = [run.model(some_ids.to(device)) for some_ids in ids.split(8)]
+    hidden = [
+        forward_body(run.decoder, some_ids.to(device), job.config) for some_ids in ids.split(8)
+    ]
     return {
         "hidden": torch.cat(hidden).to(dtype).cpu(),
         "weight": run.model.head_weight.detach().to(dtype).cpu(),

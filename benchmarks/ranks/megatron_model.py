@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from cce_dist.bench.inputs import BenchInputs
 
-# Options of full recompute, which can be set in the config of an existing model.
+# Options of full recompute.
 RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -40,61 +39,24 @@ MODELS = {
     "gemma2-2b": Sizes(256000, 2304, 9216, 26, 8, 4, 256, tied=True),
     # 16 of the 32 layers: a GPU of 141 GB holds no more, with the optimizer's states.
     "llama3-8b": Sizes(128256, 4096, 14336, 16, 32, 8, 128, tied=False),
+    # To try a command on CPU ranks.
+    "tiny": Sizes(1031, 32, 128, 5, 8, 4, 4, tied=True),
 }
-
-
-MARKED = ("forward begin", "forward end", "backward begin", "backward end")
-
-
-@dataclass
-class Marks:
-    """Times at which each microbatch's head reached the places in MARKED.
-
-    The times are events on the device; on a CPU they are seconds.
-    """
-
-    taken: list[tuple[str, Any]] = field(default_factory=list)
-
-    def take(self, name: str, device: torch.device) -> None:
-        if device.type != "cuda":
-            self.taken.append((name, time.perf_counter()))
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.taken.append((name, event))
 
 
 class HeadInput(torch.autograd.Function):
     """Replacement of the last norm's output by `hidden`; its gradient goes to the norm's output."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, hidden: Tensor, marks: Marks) -> Tensor:
+    def forward(ctx: Any, output: Tensor, hidden: Tensor) -> Tensor:
         if output.shape != hidden.shape:
             raise ValueError(
                 f"hidden must have shape {list(output.shape)}, got {list(hidden.shape)}"
             )
-        ctx.marks = marks
-        marks.take("forward begin", output.device)
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.marks.take("backward end", grads[0].device)
-        return grads[0], None, None
-
-
-class HeadOutput(torch.autograd.Function):
-    """The loss, unchanged; both passes take a mark here."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, marks: Marks) -> Tensor:
-        ctx.marks = marks
-        marks.take("forward end", loss.device)
-        return loss.view_as(loss)
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.marks.take("backward begin", grads[0].device)
         return grads[0], None
 
 
@@ -135,7 +97,9 @@ def megatron_groups() -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
-def make_config(sizes: Sizes, ranks: int, sequence_parallel: bool, on_gpu: bool) -> Any:
+def make_config(
+    sizes: Sizes, ranks: int, sequence_parallel: bool, on_gpu: bool, recompute: bool
+) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -162,6 +126,7 @@ def make_config(sizes: Sizes, ranks: int, sequence_parallel: bool, on_gpu: bool)
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
         cross_entropy_fusion_impl="native",
+        **(RECOMPUTE if recompute else {}),
     )
 
 

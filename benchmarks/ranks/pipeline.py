@@ -1,7 +1,6 @@
 """Benchmark of a pipeline's steps: the head on the last stage, or the vocabulary over all ranks.
 
-With the head on the last stage, layers may be moved away from it. Every rank of the job runs this;
-each has one stage.
+Every rank of the job runs this; each has one stage.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from benchmarks.ranks.megatron import LOSS_TOLERANCE
+from benchmarks.ranks.megatron import require_alike
 from benchmarks.ranks.megatron_model import Sizes
-from benchmarks.ranks.pipeline_model import StageModule, even_layout, initialize, relayout
-from benchmarks.ranks.pipeline_spans import KINDS, Recorder, Span, recording
+from benchmarks.ranks.pipeline_model import StageModule, initialize, layout_of
 from cce_dist import LossOptions, StepQuantizer, VocabShard
 from cce_dist.bench.inputs import BenchInputs
 from cce_dist.bench.machine import synchronize
@@ -38,106 +36,60 @@ from cce_dist.pipeline.schedules.torch_schedules import VocabOverPipeline
 from cce_dist.pipeline.schedules.vocab_1f1b import ScheduleVocab1F1B
 from cce_dist.planner.orders.vocab_1f1b import Times
 
-# Places of the head; "moved" means that the head's stage has fewer layers.
-HEADS = ("dense", "dense-moved", "fused", "fused-moved", "vocab-1f1b", "vocab-thread")
-OVER_RANKS = HEADS[4:]
+# Places of the head: the last stage, or all ranks.
+HEADS = ("dense", "fused", "vocab-1f1b", "vocab-thread")
+OVER_RANKS = HEADS[2:]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of the steps: `microbatches` microbatches a step, each of `batch` sequences."""
+    """Settings of the steps: `microbatches` microbatches a step, each of `batch` sequences.
+
+    Args:
+        logits: option of our losses.
+        last_layers: layers of the last stage; None: an even share.
+    """
 
     heads: Sequence[str]
     sequence: int
     batch: int
     microbatches: int
     repeats: int
-    gradient: str  # option of our losses
-    logits: str = "full"  # option of our losses
+    logits: str = "full"
+    last_layers: int | None = None
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Measurements of one rank."""
+class Measured(NamedTuple):
+    """Measurements of one rank; `losses` are of the last step, and empty if the rank has none."""
 
-    layers: int
     seconds: list[float]
-    spans: list[Span]  # of the last step
     peak_gib: float
-    losses: list[float]  # of the last step's microbatches; empty where this rank has none
-
-    def median_seconds(self, kind: str) -> float:
-        """Returns the median seconds of the passes of one kind; 0 if there are none."""
-        durations = [span.end - span.start for span in self.spans if span.kind == kind]
-        return statistics.median(durations) if durations else 0.0
-
-    @property
-    def busy(self) -> float:
-        return sum(span.end - span.start for span in self.spans)
+    losses: list[float]
 
 
-def bench_pipeline(
-    job: Job,
-    sizes: Sizes,
-    inputs: BenchInputs,
-    plan: Plan,
-    save: Callable[[list[Cells]], None] = lambda rows: None,
-) -> tuple[list[Cells], dict[str, list[list[Span]]]]:
-    """Returns a row for each place of the head and stage, and the spans of each stage's passes.
+def bench_pipeline(job: Job, sizes: Sizes, inputs: BenchInputs, plan: Plan) -> list[Cells]:
+    """Returns a row for each place of the head and stage.
 
     Args:
         inputs: plan.sequence * plan.batch tokens and the whole vocabulary, the same on every rank.
             In every microbatch `inputs.hidden` replaces the last norm's output: the softmax of a
             model that has just been initialised would be flat.
-        save: called with all rows so far.
     Raises:
-        ValueError: a head is not one of HEADS, there are fewer than two ranks, or fewer layers
-            than ranks.
-        RuntimeError: a loss differs from the first head's by more than LOSS_TOLERANCE, relatively.
+        ValueError: a head is not one of HEADS, there are fewer than two ranks, or a stage would
+            have no layer.
+        RuntimeError: a loss differs from the first head's: `require_alike`.
     """
     unknown = sorted(set(plan.heads) - set(HEADS))
     if unknown:
         raise ValueError(f"head must be among {list(HEADS)}, got {unknown}")
-    if job.size < 2 or sizes.layers < job.size:
-        raise ValueError(
-            f"ranks must be at least 2 and at most as many as layers, {sizes.layers}, got "
-            f"{job.size}"
-        )
+    layout = layout_of(sizes.layers, job.size, plan.last_layers)
     rows: list[Cells] = []
-    lanes: dict[str, list[list[Span]]] = {}
-    measured: dict[str, list[Measured]] = {}
     for head in plan.heads:
-        layout, times = _prepare(head, sizes.layers, job.size, measured)
         everywhere: list[Any] = [None] * job.size
-        dist.all_gather_object(everywhere, _measure(job, sizes, inputs, plan, head, layout, times))
-        measured[head] = everywhere
-        lanes[head] = [rank.spans for rank in everywhere]
-        rows += _rows(head, plan, everywhere)
-        save(rows)
-    _require_alike(rows)
-    return rows, lanes
-
-
-def _prepare(
-    head: str, layers: int, stages: int, measured: dict[str, list[Measured]]
-) -> tuple[list[int], Times]:
-    """Returns each stage's layers and the passes' times, planned from earlier measurements."""
-    layout, times = even_layout(layers, stages), Times()
-    name = head.removesuffix("-moved") if head.endswith("-moved") else "fused"
-    if name not in measured:
-        if head.endswith("-moved"):
-            raise ValueError(f"head {head!r} must come after {name!r}, whose times plan it")
-        return layout, times
-    first, last = measured[name][0], measured[name][-1]
-    forward, backward = (first.median_seconds(kind) / first.layers for kind in "FB")
-    of_head = sum(last.median_seconds(kind) for kind in ("F", "B", "loss"))
-    of_head = max(of_head - last.layers * (forward + backward), 0.02 * forward)
-    if head.endswith("-moved"):
-        return relayout(layers, stages, forward + backward, of_head), times
-    most = max(layout)
-    # The forward takes about three fifths of a filtered loss.
-    statistics_, gradients = 0.6 * of_head / stages, 0.4 * of_head / stages
-    return layout, Times(most * forward, most * backward, statistics_, gradients)
+        dist.all_gather_object(everywhere, _measure(job, sizes, inputs, plan, head, layout))
+        rows += _rows(head, plan, layout, everywhere)
+    require_alike({row["head"]: row["mean_loss"] for row in rows}, rows[0]["mean_loss"])
+    return rows
 
 
 class _Runner:
@@ -151,27 +103,42 @@ class _Runner:
         plan: Plan,
         name: str,
         layout: Sequence[int],
-        times: Times,
     ) -> None:
         self.job, self.plan, self.inputs = job, plan, inputs
         self.is_first, self.is_last = job.rank == 0, job.rank == job.size - 1
-        self.recorder = Recorder(job.device)
         self.losses: list[Tensor] = []
+        self.group: Any = dist.group.WORLD
         shape = (plan.batch, plan.sequence)
         self.tokens = inputs.targets.view(shape).roll(1, 1).repeat(plan.microbatches, 1)
         self.targets = inputs.targets.view(shape).repeat(plan.microbatches, 1)
-        self.head: PipelineHead | None = None
-        self.embedding: TiedEmbedding | None = None
-        self.ties: Any = None  # group of the ranks that have copies of the tied weight
-        self.weight = self._make_weight(name)
-        module = self._make_module(sizes, layout[job.rank])
-        self.parameters = [*module.parameters()]
-        if all(self.weight is not parameter for parameter in self.parameters):
-            self.parameters += [self.weight] if self.weight is not None else []
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, fused=True)
-        self.stage = self._make_stage(module, sizes.dim)
+        over_ranks = name in OVER_RANKS
+        # Embedding and head share a weight: every rank has a part, or the first and the last all.
+        self.ties: Any = None if over_ranks else dist.new_group([0, job.size - 1])
+        self.head = self._make_head() if over_ranks else None
+        self.weight: Tensor | None = None if self.head is None else self.head.weight
+        if self.ties is not None and (self.is_first or self.is_last):
+            self.weight = nn.Parameter(inputs.weight.clone())
+        self.embedding = None if self.head is None else TiedEmbedding(self.head)
+        final = inputs.hidden.view(*shape, -1) if self.is_last else None
+        module = StageModule(
+            sizes, layout[job.rank], plan.sequence, embedding=self._embed(), final=final
+        )
+        initialize(module.to(job.device, inputs.hidden.dtype))
+        weights = [] if self.weight is None else [self.weight]
+        parameters = dict.fromkeys([*module.parameters(), *weights])
+        self.optimizer = torch.optim.AdamW(list(parameters), lr=0.0, fused=True)
+        hidden = inputs.hidden.new_zeros(*shape, sizes.dim).requires_grad_()
+        self.stage = PipelineStage(
+            module,
+            job.rank,
+            job.size,
+            job.device,
+            group=self.group,
+            input_args=self.tokens[: plan.batch] if self.is_first else hidden,
+            output_args=hidden.detach().clone().requires_grad_(),
+        )
         self.serving: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        self.schedule = self._make_schedule(name, times)
+        self.schedule = self._make_schedule(name, max(layout) * module.parameters_of_a_layer)
 
     def step(self) -> None:
         self.losses.clear()
@@ -180,8 +147,7 @@ class _Runner:
         target = {"target": self.targets} if self.is_last else {}
         with self.serving():
             self.schedule.step(*args, losses=self.losses, return_outputs=False, **target)
-        if self.ties is not None and (self.is_first or self.is_last):
-            assert self.weight is not None
+        if self.ties is not None and self.weight is not None:
             dist.all_reduce(self.weight.grad, group=self.ties)
         self.optimizer.step()
 
@@ -189,183 +155,114 @@ class _Runner:
         for module in (self.embedding, self.head):
             if module is not None:
                 module.close()
-        if self.ties is not None and (self.is_first or self.is_last):
+        if self.ties is not None and self.weight is not None:
             dist.destroy_process_group(self.ties)
 
-    def _make_weight(self, name: str) -> nn.Parameter | None:
-        """Returns this rank's part of the weight that embedding and head share.
-
-        Either every rank has a part, or the first and the last rank have all of it.
-        """
-        job, plan, full_weight = self.job, self.plan, self.inputs.weight
-        if name not in OVER_RANKS:
-            self.ties = dist.new_group([0, job.size - 1])
-            return nn.Parameter(full_weight.clone()) if self.is_first or self.is_last else None
-        shard = VocabShard.chunked(len(full_weight), job.rank, job.size)
-        weight = nn.Parameter(full_weight[shard.start : shard.stop].clone())
-        self.head = PipelineHead(
-            weight,
-            group=_world(),
+    def _make_head(self) -> PipelineHead:
+        plan, weight = self.plan, self.inputs.weight
+        shard = VocabShard.chunked(len(weight), self.job.rank, self.job.size)
+        return PipelineHead(
+            nn.Parameter(weight[shard.start : shard.stop].clone()),
+            group=self.group,
             vocab_shard=shard,
-            hidden_shape=(plan.batch, plan.sequence, full_weight.shape[1]),
-            options=LossOptions(
-                gradient=plan.gradient,  # pyright: ignore[reportArgumentType]
-                logits=plan.logits,  # pyright: ignore[reportArgumentType]
-            ),
+            hidden_shape=(plan.batch, plan.sequence, weight.shape[1]),
+            options=LossOptions(logits=plan.logits),  # pyright: ignore[reportArgumentType]
             loss_scale=1 / plan.microbatches,
         )
-        self.embedding = TiedEmbedding(self.head)
-        return weight
 
-    def _make_module(self, sizes: Sizes, layers: int) -> StageModule:
-        embedding: nn.Module | None = None
-        if self.is_first:
-            embedding = self.embedding
-            if embedding is None:
-                assert self.weight is not None
-                embedding = nn.Embedding.from_pretrained(self.weight)
-                embedding.weight = self.weight
-        final, shape = None, (self.plan.batch, self.plan.sequence, -1)
-        if self.is_last:
-            final = self.inputs.hidden.view(shape)
-        module = StageModule(sizes, layers, self.plan.sequence, embedding=embedding, final=final)
-        module.to(self.job.device, self.inputs.hidden.dtype)
-        initialize(module)
-        return module
+    def _embed(self) -> nn.Module | None:
+        """Returns the first stage's embedding."""
+        if not self.is_first or self.embedding is not None:
+            return self.embedding if self.is_first else None
+        assert isinstance(self.weight, nn.Parameter)
+        embedding = nn.Embedding.from_pretrained(self.weight)
+        embedding.weight = self.weight
+        return embedding
 
-    def _make_stage(self, module: StageModule, dim: int) -> PipelineStage:
-        plan, job = self.plan, self.job
-        hidden = self.inputs.hidden.new_zeros(plan.batch, plan.sequence, dim)
-        taken = self.tokens[: plan.batch] if self.is_first else hidden.clone().requires_grad_()
-        return PipelineStage(
-            module,
-            job.rank,
-            job.size,
-            job.device,
-            group=_world(),
-            input_args=taken,
-            output_args=hidden.clone().requires_grad_(),
-        )
-
-    def _make_schedule(self, name: str, times: Times) -> Any:
-        plan = self.plan
-        if name == "vocab-1f1b":
-            assert self.head is not None
-            return ScheduleVocab1F1B(
-                self.stage,
-                plan.microbatches,
-                self.head,
-                embedding=self.embedding,
-                times=times,
-                scale_grads=False,
-            )
-        if self.head is not None:
-            loss: Any = VocabOverPipeline(self.head, embedding=self.embedding)
-        else:
+    def _make_schedule(self, name: str, forward: float) -> Any:
+        """Returns the schedule; `forward` is a stage's multiplications for a token."""
+        plan, stage = self.plan, self.stage
+        if self.head is None:
             loss = self._loss_of_last_stage(name)
-        schedule = Schedule1F1B(self.stage, plan.microbatches, loss_fn=loss, scale_grads=False)
-        if self.head is not None:
-            self.serving = lambda: loss.serving(schedule)
-        return schedule
+            return Schedule1F1B(stage, plan.microbatches, loss_fn=loss, scale_grads=False)
+        if name == "vocab-thread":
+            over = VocabOverPipeline(self.head, embedding=self.embedding)
+            schedule = Schedule1F1B(stage, plan.microbatches, loss_fn=over, scale_grads=False)
+            self.serving = lambda: over.serving(schedule)
+            return schedule
+        statistics_ = self.inputs.weight.numel() / self.job.size
+        return ScheduleVocab1F1B(
+            stage,
+            plan.microbatches,
+            self.head,
+            embedding=self.embedding,
+            # The forward takes about three fifths of a filtered loss.
+            times=Times(forward, 2 * forward, statistics_, 2 / 3 * statistics_),
+            scale_grads=False,
+        )
 
     def _loss_of_last_stage(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
         weight, count = self.weight, self.plan.microbatches
-        assert weight is not None or not self.is_last
-        fused = None
-        if name.startswith("fused") and weight is not None:
+        if name == "fused" and weight is not None:
             quantizer = StepQuantizer() if self.plan.logits == "screened" else None
             if quantizer is not None:
                 self.serving = quantizer.step
-            fused = LastStageLoss(
-                weight,
-                gradient=self.plan.gradient,
-                logits=self.plan.logits,
-                quantized_weight=quantizer,
-            )
+            fused = LastStageLoss(weight, logits=self.plan.logits, quantized_weight=quantizer)
+            return lambda hidden, targets: fused(hidden, targets) / count
 
-        def loss(hidden: Tensor, targets: Tensor) -> Tensor:
-            with self.recorder.span("loss"):
-                if fused is not None:
-                    return fused(hidden, targets) / count
-                assert weight is not None
-                logits = F.linear(hidden.flatten(0, 1), weight).float()
-                return F.cross_entropy(logits, targets.flatten()) / count
+        def dense(hidden: Tensor, targets: Tensor) -> Tensor:
+            assert weight is not None
+            logits = F.linear(hidden.flatten(0, 1), weight).float()
+            return F.cross_entropy(logits, targets.flatten()) / count
 
-        return loss
-
-
-def _world() -> Any:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
+        return dense
 
 
 def _measure(
-    job: Job,
-    sizes: Sizes,
-    inputs: BenchInputs,
-    plan: Plan,
-    head: str,
-    layout: Sequence[int],
-    times: Times,
+    job: Job, sizes: Sizes, inputs: BenchInputs, plan: Plan, head: str, layout: Sequence[int]
 ) -> Measured:
     """Measures steps on this rank; the first two compile and warm up."""
-    runner = _Runner(job, sizes, inputs, plan, head, layout, times)
-    seconds, peak = [], 0.0
-    with recording(runner.recorder, runner.stage, over_ranks=head in OVER_RANKS):
-        for number in range(plan.repeats + 2):
-            gc.collect()
-            synchronize(job.device)
-            if job.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(job.device)
-            dist.barrier()
-            synchronize(job.device)
-            runner.recorder.start_step()
-            start = time.perf_counter()
-            runner.step()
-            synchronize(job.device)
-            if number >= 2:
-                seconds.append(time.perf_counter() - start)
-            if job.device.type == "cuda":
-                peak = torch.cuda.max_memory_allocated(job.device) / GIB
+    runner = _Runner(job, sizes, inputs, plan, head, layout)
+    seconds, peak, on_gpu = [], 0.0, job.device.type == "cuda"
+    for number in range(plan.repeats + 2):
+        gc.collect()
+        synchronize(job.device)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(job.device)
+        dist.barrier()
+        synchronize(job.device)
+        start = time.perf_counter()
+        runner.step()
+        synchronize(job.device)
+        if number >= 2:
+            seconds.append(time.perf_counter() - start)
+        if on_gpu:
+            peak = torch.cuda.max_memory_allocated(job.device) / GIB
     scale = 1.0 if head in OVER_RANKS else plan.microbatches
     losses = [scale * float(loss.detach()) for loss in runner.losses]
-    measured = Measured(layout[job.rank], seconds, runner.recorder.spans(), peak, losses)
     runner.close()
     del runner
     gc.collect()
-    if job.device.type == "cuda":
+    if on_gpu:
         torch.cuda.empty_cache()
-    return measured
+    return Measured(seconds, peak, losses)
 
 
-def _rows(head: str, plan: Plan, ranks: Sequence[Measured]) -> list[Cells]:
+def _rows(head: str, plan: Plan, layout: Sequence[int], ranks: Sequence[Measured]) -> list[Cells]:
     steps = [max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True)]
-    times = percentiles_ms(steps)
-    tokens = plan.sequence * plan.batch * plan.microbatches
+    times, tokens = percentiles_ms(steps), plan.sequence * plan.batch
     return [
         {
             "head": head,
             "stage": stage,
-            "layers": rank.layers,
-            "microbatch_tokens": plan.sequence * plan.batch,
+            "layers": layout[stage],
+            "microbatch_tokens": tokens,
             "microbatches": plan.microbatches,
             **times,
-            "tokens_per_s": 1e3 * tokens / times["median_ms"],
-            **{f"{kind.lower()}_ms": 1e3 * rank.median_seconds(kind) for kind in KINDS},
-            "busy_ms": 1e3 * rank.busy,
+            "tokens_per_s": 1e3 * tokens * plan.microbatches / times["median_ms"],
             "peak_gib": rank.peak_gib,
             "mean_loss": statistics.mean(ranks[-1].losses),
             "failed": "",
         }
         for stage, rank in enumerate(ranks)
     ]
-
-
-def _require_alike(rows: Sequence[Cells]) -> None:
-    right = rows[0]["mean_loss"]
-    for row in rows:
-        # `>` would let a NaN pass.
-        if not abs(row["mean_loss"] - right) <= LOSS_TOLERANCE * abs(right):
-            raise RuntimeError(
-                f"{row['head']}: the loss is {row['mean_loss']}, that of {rows[0]['head']} {right}"
-            )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.ranks.megatron_model import Sizes
+from benchmarks.ranks.megatron_model import HeadInput, Sizes
 from cce_dist.train.model.decoder import INIT_STD, rotary_table, rotate
 
 
@@ -39,18 +37,6 @@ class Layer(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
-class ReplacedOutput(torch.autograd.Function):
-    """Replacement of `x` by `final`, whose gradient goes to `x`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, final: Tensor) -> Tensor:
-        return final.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
 class StageModule(nn.Module):
     """A stage's layers; the first stage has the embedding before them, the last a norm after them.
 
@@ -75,6 +61,10 @@ class StageModule(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
+    @property
+    def parameters_of_a_layer(self) -> int:
+        return sum(parameter.numel() for parameter in self.layers[0].parameters())
+
     def forward(self, x: Tensor) -> Tensor:
         if self.embedding is not None:
             x = self.embedding(x)
@@ -82,7 +72,7 @@ class StageModule(nn.Module):
             x = layer(x, (self.cos, self.sin))
         if self.norm is not None:
             assert self.final is not None
-            x = ReplacedOutput.apply(self.norm(x), self.final)  # pyright: ignore[reportAssignmentType]
+            x = HeadInput.apply(self.norm(x), self.final)  # pyright: ignore[reportAssignmentType]
         return x
 
 
@@ -93,25 +83,19 @@ def initialize(module: StageModule) -> None:
             parameter.normal_(std=INIT_STD)
 
 
-def even_layout(layers: int, stages: int) -> list[int]:
-    """Returns the layers of each stage; the first stages take one more if some are left over."""
-    each, remainder = divmod(layers, stages)
-    return [each + (stage < remainder) for stage in range(stages)]
-
-
-def relayout(layers: int, stages: int, layer: float, head: float) -> list[int]:
-    """Returns each stage's layers, with fewer on the last stage, which has the head.
-
-    The layout minimises the longest stage; of several such layouts it is the most even.
+def layout_of(layers: int, stages: int, last: int | None) -> list[int]:
+    """Returns the layers of each stage; the first stages take one more if some are left over.
 
     Args:
-        layer, head: times of one layer and of the head, in any unit.
+        last: layers of the last stage; None: an even share.
+    Raises:
+        ValueError: there are fewer than two stages, or a stage would have no layer.
     """
-
-    def longest(last: int) -> tuple[float, int]:
-        others = -(-(layers - last) // (stages - 1))
-        return max(last * layer + head, others * layer), -last
-
-    most = layers // stages
-    last = min(range(min(1, most), most + 1), key=longest)
-    return [*even_layout(layers - last, stages - 1), last]
+    fixed = [] if last is None else [last]
+    each, remainder = divmod(layers - sum(fixed), max(1, stages - len(fixed)))
+    if stages < 2 or min([each, *fixed]) < 1:
+        raise ValueError(
+            f"there must be at least 2 ranks, each with a layer, got {stages} ranks and {layers} "
+            f"layers, last_layers={last}"
+        )
+    return [each + (stage < remainder) for stage in range(stages - len(fixed))] + fixed

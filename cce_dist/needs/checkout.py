@@ -19,26 +19,16 @@ PANEL = "Commands of a checkout"
 # The name of each command in the checkout's benchmarks/cli/app.py, and the first sentences of its
 # help, which --help shows without a checkout too.
 EXPERIMENTS = {
-    "filter": "Kept columns, error of the gradients and time of each filter threshold.",
-    "tiles": "Tiles of the Triton kernels: candidates beside what the table holds, by time.",
     "first-call": "Seconds of a process's first loss and gradients, with and without compiled "
     "kernels.",
-    "screen": "Error of each token's log-sum-exp by 8-bit logits, and by dense ones; also its mean "
-    "by deciles of the tokens' entropy.",
-    "quantize": "Time of the weight's 8-bit copy beside a copy in its own dtype: how near to "
-    "memory's rate.",
     "fidelity": "Gradients of every method over its thresholds against float64, by token "
     "frequency.",
-    "probabilities": "Figure 3 of Cut Cross-Entropy (arXiv:2411.09009), the mean probability of "
-    "the i-th most likely token, and how sparse the softmax is.",
     "converge": "Train small models with the dense loss, ours and Apple's, and record what they "
     "predict.",
     "megatron": "Whole steps of a Megatron job on GPUs, with Megatron's losses and ours; all ranks "
     "are tensor-parallel.",
     "pipeline": "Steps of a pipeline of one stage a rank: the head dense or fused on the last "
-    "stage, with layers moved away from it, and the vocabulary over all ranks.",
-    "paper": "The tables of Cut Cross-Entropy (arXiv:2411.09009), a file for each shape and "
-    "inputs.",
+    "stage, and the vocabulary over all ranks.",
     "capture": "Train on one rank and save what the loss sees (hidden, weight, targets) at some "
     "steps.",
 }

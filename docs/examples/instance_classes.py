@@ -4,17 +4,14 @@ Instance discrimination (Exemplar-CNN, arXiv:1406.6909; arXiv:1805.01978): of an
 an image the encoder has to say which image it is. The "weight" is the classes' embeddings, and the
 loss that of a language model's head. Images are random smooth patterns, made on the spot.
 
-    python docs/examples/instance_classes.py [RECORD.json]
+    python docs/examples/instance_classes.py
 """
 
 from __future__ import annotations
 
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -234,31 +231,8 @@ def main(num_classes: int = CLASSES, steps: int = STEPS, batch: int = BATCH) -> 
         training += rows
     assert model is not None
     print(f"logits of one batch: {4 * batch * num_classes / MIB:.1f} MiB")
-    settings = {"classes": num_classes, "dim": DIM, "batch": batch, "keep": FILTER.keep}
-    return {"settings": settings, "training": training, "loss": compare(model, batch)}
-
-
-def record(path: Path, found: dict[str, Any]) -> None:
-    from benchmarks.evidence.records import make_record, write_record
-    from cce_dist.bench.machine import describe_machine
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = {**describe_machine(device), "command": shlex.join(["python", *sys.argv])}
-    rows = [{"part": part, **row} for part in ("training", "loss") for row in found[part]]
-    title = f"{found['settings']['classes']:,} images, a class each: {machine['device']}"
-    made = make_record(
-        "classes",
-        path.stem,
-        title,
-        machine,
-        seeds=[0],
-        settings=found["settings"],
-        rows=rows,
-    )
-    write_record(made, path.parent)
+    return {"training": training, "loss": compare(model, batch)}
 
 
 if __name__ == "__main__":
-    result = main()
-    if len(sys.argv) > 1:
-        record(Path(sys.argv[1]), result)
+    main()

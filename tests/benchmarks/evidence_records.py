@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 from benchmarks.evidence.convergence import GROUPS
@@ -95,19 +94,6 @@ def fidelity() -> Record:
     return record_of("fidelity", rows)
 
 
-def probabilities() -> Record:
-    rows: list[dict[str, Cell]] = []
-    for step in (0, 1000):
-        about: dict[str, Cell] = {"inputs": f"step-{step}", "step": step}
-        for rank in (1, 10, 100, 1000, 10000):
-            mean = 0.4 * rank**-1.2 if step else 1 / 32768
-            rows.append({**about, "part": "curve", "rank": rank, "mean_probability": mean})
-        rank = round((0.4 * 2**12) ** (1 / 1.2)) if step else 0
-        shares = {"entries": 0.0001, "columns": 0.01, "tiles": 0.3, "mass": 0.8}
-        rows.append({**about, "part": "sparsity", "threshold": 2.0**-12, "rank": rank, **shares})
-    return record_of("probabilities", rows)
-
-
 def end_to_end() -> Record:
     rows: list[dict[str, Cell]] = []
     speeds = {"filtered": 300.0, "dense": 250.0, "liger": 280.0}
@@ -121,31 +107,10 @@ def end_to_end() -> Record:
     return record_of("end-to-end", rows)
 
 
-def classes() -> Record:
-    rows: list[dict[str, Cell]] = [
-        {
-            "part": "training",
-            "method": method,
-            "step": step,
-            "views": 256 * step,
-            "seconds": step / 10,
-            "loss": 11 * math.exp(-step / 50),
-            "top1": 1 - math.exp(-step / 50),
-        }
-        for method, step in itertools.product(("filtered", "dense"), (0, 50, 100))
-    ]
-    for method, time, memory in (("filtered", 5.0, 10.0), ("dense", 4.0, 400.0)):
-        cells = {"median_ms": time, "peak_mib": memory, "loss": 1.5}
-        rows.append({"part": "loss", "method": method, **cells})
-    return record_of("classes", rows)
-
-
 def every_kind() -> list[Record]:
     offsets = {"dense": 0.0, "exact": 0.0, "filtered": 0.004, "no-tail": 0.5}
     return [
         convergence(offsets, starts=("random", "checkpoint")),
         fidelity(),
-        probabilities(),
         end_to_end(),
-        classes(),
     ]

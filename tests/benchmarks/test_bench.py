@@ -164,8 +164,6 @@ def test_bench_loss_keeps_to_its_budget() -> None:
         (["loss", "--extra", "x=y"], "extra must be NAME=MODULE:FUNCTION, got 'x=y'"),
         (["loss", "--passes", "both"], "passes must be among"),
         (["loss", "--backend", "cuda"], "backend must be one of"),
-        (["filter", "--backend", "cuda"], "backend must be one of"),
-        (["paper", "--table", "2"], "table must be among ['1', 'A1', 'A2'], got ['2']"),
         (["capture", "--dim", "33"], "dim must be a multiple of 2 * 1 heads, got 33"),
     ],
     ids=lambda value: " ".join(value).replace(__file__, "FILE") if isinstance(value, list) else "",

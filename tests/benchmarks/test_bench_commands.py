@@ -1,51 +1,16 @@
-"""Commands of experiments, from tiles to captures: each runs once on a tiny shape."""
+"""Commands that profile, compile and capture: each runs once on a tiny shape."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from benchmarks.loss.quantize import bench_quantize
-from cce_dist import (
-    Screen,
-    quantize_weight,
-)
-from cce_dist.backends.triton.launch.tiles import TABLE
 from cce_dist.bench.inputs import Shape, make_inputs
-from cce_dist.testing import CPU_PLACES, Place, grid
-from tests.benchmarks.bench_cases import TINY, invoke, read_csv, refuse
-
-
-@pytest.mark.interpreter
-def test_bench_tiles_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = ({"columns": columns, "dims": 32, "stages": 3} for columns in (128, 256))
-    backward = {"pair": 1, "slice_dims": 128, "backward_dims": 32, "backward_stages": 2}
-    monkeypatch.setattr("benchmarks.loss.tiles.FORWARD", {4: [small, large, {"columns": 100}]})
-    monkeypatch.setattr("benchmarks.loss.tiles.FILTERED", {4: [backward]})
-    before = dict(TABLE)
-    path = tmp_path / "tiles.csv"
-    tiny = ["--shape", "64x300x16", "--device", "cpu", "--dtype", "float32", "--repeats", "3"]
-    invoke("tiles", *tiny, "--csv", str(path))
-    rows = read_csv(path)
-    names = [row["method"].split(":")[0] for row in rows]
-    assert names == ["loss"] * 3 + ["exact"] * 3 + ["filtered"]
-    assert [row["in table"] for row in rows] == ["table", "", ""] * 2 + ["table"]
-    # 100 is no power of two: no kernel has such a tile.
-    assert [row["failed"] != "" for row in rows] == [False, False, True] * 2 + [False]
-    assert all(float(row["median_ms"]) > 0 for row in rows if not row["failed"])
-    assert before == TABLE
-
-
-def test_bench_tiles_needs_the_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    got = refuse("tiles", "--shape", "64x300x16", "--device", "cpu", "--dtype", "float64")
-    assert "the Triton kernels do not run here" in got
+from tests.benchmarks.bench_cases import invoke, read_csv, refuse
 
 
 def broken(*given: Any) -> Any:
@@ -84,58 +49,6 @@ def test_bench_profile_refuses_a_part_that_is_none() -> None:
     assert "part must be among" in refuse("profile", "--device", "cpu", "--part", "all")
 
 
-@pytest.mark.parametrize(
-    "backend", ["torch", pytest.param("triton", marks=pytest.mark.interpreter)]
-)
-def test_bench_quantize_command(tmp_path: Path, backend: str) -> None:
-    path = tmp_path / "quantize.csv"
-    tiny = ["--shape", "64x300x80", "--device", "cpu", "--dtype", "float16", "--repeats", "3"]
-    invoke("quantize", *tiny, "--backend", backend, "--csv", str(path))
-    rows = {row["method"]: row for row in read_csv(path)}
-    names = [
-        "copy",
-        *(f"{dtype}{more}" for dtype in ("int8", "e4m3") for more in ("", ", with hidden")),
-    ]
-    assert list(rows) == names
-    assert all(float(row["median_ms"]) >= 0 and row["failed"] == "" for row in rows.values())
-    assert float(rows["copy"]["of_copy"]) == 1
-    # Of 127 steps either way half a one at most; e4m3 has three digits after the first.
-    assert 1e-4 < float(rows["int8"]["error"]) < 0.01 < float(rows["e4m3"]["error"]) < 0.03
-
-
-def test_bench_quantize_counts_what_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    def times_of(variants: Mapping[str, object], *_: object) -> dict[str, list[float]]:
-        return {name: [1e-3, 1e-3, 1e-3] for name in variants}
-
-    monkeypatch.setattr("benchmarks.loss.quantize.interleaved_times", times_of)
-    inputs = make_inputs("gaussian", Shape(32, 100, 16), dtype=torch.float16)
-    rows = {row["method"]: row for row in bench_quantize(inputs, backend="torch")}
-    # 1600 numbers: 2 bytes read and 2 or 1 written, and of each row a scale and two sums, of each
-    # dim three numbers, and three sums.
-    kept = quantize_weight(inputs.weight, inputs.hidden, backend="torch")
-    assert rows["copy"]["gb_per_s"] == pytest.approx(6400 / 1e6)
-    assert rows["int8"]["gb_per_s"] == pytest.approx((3200 + kept.num_bytes) / 1e6)
-    assert 1600 < kept.num_bytes < 1600 + 12 * 100 + 16 * 16 + 16
-
-
-def test_bench_quantize_says_what_a_device_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def quantize(*given: Any, screen: Screen, **how: Any) -> Any:
-        if screen.dtype == "e4m3":
-            raise RuntimeError("no such type here")
-        return quantize_weight(*given, screen=screen, **how)
-
-    monkeypatch.setattr("benchmarks.loss.quantize.quantize_weight", quantize)
-    inputs = make_inputs("gaussian", Shape(32, 100, 16), dtype=torch.float16)
-    rows = {row["method"]: row for row in bench_quantize(inputs, repeats=3, backend="torch")}
-    assert "no such type here" in rows["e4m3"]["failed"] and rows["e4m3"]["median_ms"] is None
-    assert rows["int8"]["median_ms"] > 0 and rows["int8"]["failed"] == ""
-
-
-def test_bench_quantize_refuses_fp32() -> None:
-    got = refuse("quantize", "--shape", "64x300x16", "--device", "cpu", "--dtype", "float32")
-    assert "weight is torch.float32" in got
-
-
 def test_bench_first_call_command(tmp_path: Path) -> None:
     path = tmp_path / "first.csv"
     tiny = ["--shape", "64x300x16", "--device", "cpu", "--dtype", "float32"]
@@ -148,60 +61,6 @@ def test_bench_first_call_command(tmp_path: Path) -> None:
     assert "dtype must name a torch dtype" in refuse(
         "first-call", "--device", "cpu", "--dtype", "float33"
     )
-
-
-def test_bench_filter_command(tmp_path: Path) -> None:
-    path = tmp_path / "filter.csv"
-    arguments = ["--tokens", "64", "--vocab", "500", "--dim", "16"]
-    invoke("filter", *arguments, "--share", "1", "--share", "0", "--csv", str(path))
-    dense, one, zero = read_csv(path)
-    assert dense["keep / uniform mass"] == "dense"
-    assert float(one["tail mass"]) > float(zero["tail mass"]) == 0
-    assert zero["kept"] == "100.0 %"
-    assert all(float(row["median_ms"]) > 0 for row in (dense, one, zero))
-
-
-@pytest.mark.parametrize(**grid(places=CPU_PLACES))
-def test_bench_screen_command(place: Place, tmp_path: Path) -> None:
-    path = tmp_path / "screen.csv"
-    arguments = ["--tokens", "64", "--vocab", "500", "--dim", "16", "--inputs", "zipf"]
-    where = ["--device", "cpu", "--backend", place.backend, "--csv", str(path)]
-    if place.interprets:
-        where += ["--dtype", "float16"]
-    others = ["--outliers", "varying", "--times", "2"]
-    invoke("screen", *arguments, *where, "--keep", "0.05", "--max-kept", "1", *others)
-    found = read_csv(path)
-    kinds = ["zipf", "zipf, outliers varying", "zipf x 2"]
-    assert list(dict.fromkeys(row["inputs"] for row in found)) == kinds
-    rows = {row["logits"]: row for row in found if row["inputs"] == "zipf"}
-    halves = ["dense float16"] if place.interprets else []
-    assert list(rows) == [*halves, "dense bfloat16", "full", "int8", "e4m3"]
-    assert rows["int8"]["kept"].endswith(" %") and rows["dense bfloat16"]["kept"] == ""
-    assert [rows[name]["screened"] for name in ("full", "int8", "e4m3")] == ["no", "yes", "yes"]
-    assert float(rows["full"]["lse rms"]) < float(rows["int8"]["lse rms"])
-    for name in ("lse rms", "loss rms"):
-        assert float(rows["int8"][name]) < float(rows["dense bfloat16"][name])
-    assert "outliers must be one of ['alike', 'varying'], got 'all'" in refuse(
-        "screen", *arguments, *where, "--outliers", "all"
-    )
-
-
-def test_bench_paper_command(tmp_path: Path) -> None:
-    chosen = ["--method", "dense", "--method", "filtered", "--peers", "quack"]
-    where = ["--device", "cpu", "--dtype", "float32", "--out", str(tmp_path)]
-    invoke("paper", *TINY, "--table", "1", "--table", "A1", *chosen, *where)
-    for table, ignored in (("1", "0"), ("A1", "41")):
-        name = f"table-{table}-64x500x16-zipf"
-        (dense,) = {
-            (row["table"], row["ignored"])
-            for row in read_csv(tmp_path / f"{name}.csv")
-            if row["method"] == "dense"
-        }
-        assert dense == (table, ignored)
-        text = (tmp_path / f"{name}.md").read_text()
-        assert f"Table {table}: zipf, N=64 ({ignored} ignored)" in text
-        assert "| quack | failed: ModuleNotFoundError" in text
-        assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {11}
 
 
 def test_bench_capture_command(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`cce-dist bench fidelity` and `probabilities`: what they measure is right, and is recorded."""
+"""`cce-dist bench fidelity`: what it measures is right, and is recorded."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from benchmarks.cli.fidelity import parse_power
+from benchmarks.cli.converge import parse_power
 from benchmarks.evidence.records import Record, read_record
 from benchmarks.fidelity.candidates import (
     METHODS,
     Candidate,
     candidates_of,
     choose_names,
+    default_keep,
 )
-from benchmarks.fidelity.fidelity import FidelityRow, bench_fidelity
-from benchmarks.fidelity.probabilities import bench_probabilities, ranks_to_draw
-from benchmarks.fidelity.sparsity import find_peaks, share_of_columns, share_of_tiles
+from benchmarks.fidelity.fidelity import Row, bench_fidelity
 from benchmarks.fidelity.tenths import compare, compare_groups, groups_of, products_by_row
-from benchmarks.loss.filter import default_keep
 from cce_dist import Filter, LinearCrossEntropy
 from cce_dist.bench.golden import dense_loss, golden_gradients, gradients
 from cce_dist.bench.inputs import BenchInputs, Shape, make_inputs
+from cce_dist.bench.peers import PEERS
 from cce_dist.cli.main import app
 
 V = 400
@@ -61,8 +60,8 @@ def capture(path: Path, inputs: BenchInputs, **training: float) -> str:
     return str(path)
 
 
-def of(rows: list[FidelityRow], method: str, group: str = "all") -> list[FidelityRow]:
-    return [row for row in rows if (row.method, row.group) == (method, group)]
+def of(rows: list[Row], method: str, group: str = "all") -> list[Row]:
+    return [row for row in rows if (row["method"], row["group"]) == (method, group)]
 
 
 def test_groups_are_tenths_of_the_text() -> None:
@@ -122,14 +121,14 @@ def test_compare_groups_by_hand() -> None:
 def test_bench_fidelity_says_where_logits_were_screened() -> None:
     made = skewed()
     inputs = replace(made, hidden=made.hidden.bfloat16(), weight=made.weight.bfloat16())
-    candidates = candidates_of(["filtered", "screened"], inputs, [1.0], [], "torch")
+    candidates = candidates_of(["filtered", "screened"], inputs, [1.0], "torch")
     rows = bench_fidelity(inputs, candidates, tenths=False, repeats=1)
     default, listed = of(rows, "screened")
     # A vocabulary as small keeps every column by itself.
-    assert default.screened is False and listed.screened is True
+    assert default["screened"] is False and listed["screened"] is True
     _, full = of(rows, "filtered")
-    assert full.screened is None and full.grad_weight_error and listed.grad_weight_error
-    assert listed.grad_weight_error < 1.1 * full.grad_weight_error
+    assert full["screened"] is None
+    assert 0 < listed["grad_weight_error"] < 1.1 * full["grad_weight_error"]
 
 
 def test_bench_fidelity_rows() -> None:
@@ -137,70 +136,65 @@ def test_bench_fidelity_rows() -> None:
     keep = 128 / V
     chosen = choose_names((), with_apple=True)
     assert chosen == list(METHODS)
-    candidates = candidates_of(chosen, inputs, [keep], [2.0**-4], "torch")
+    candidates = candidates_of(chosen, inputs, [keep], "torch")
     rows = bench_fidelity(inputs, candidates, repeats=3)
     tenths = {name for n in range(1, 11) for name in (str(n), f"ids {n}")}
-    assert {row.group for row in rows} == {"all", "never", *tenths}
+    assert {row["group"] for row in rows} == {"all", "never", *tenths}
     for method in ("dense", "exact", "in_forward"):
         (row,) = of(rows, method)
-        assert row.grad_weight_error is not None and row.grad_weight_error < 1e-5
-        assert row.threshold is row.by is row.kept is None
+        assert row["grad_weight_error"] < 1e-5
+        assert row["kept"] is None and not {"threshold", "by"} & row.keys()
     default, listed = of(rows, "filtered")
     # A vocabulary as small keeps every column.
-    assert (default.threshold, default.default, default.kept, default.tail_mass) == (
-        0.0,
-        True,
-        1.0,
-        0.0,
-    )
-    assert (listed.threshold, listed.default, listed.by) == (keep, None, "mass")
-    assert 0 < listed.kept < 1 and listed.tail_mass > 0 and listed.median_ms > 0
+    expected = {"threshold": 0.0, "default": True, "kept": 1.0, "tail_mass": 0.0}
+    assert expected.items() <= default.items()
+    assert (listed["threshold"], listed["default"], listed["by"]) == (keep, None, "mass")
+    assert 0 < listed["kept"] < 1 and listed["tail_mass"] > 0 and listed["median_ms"] > 0
     (_, without) = of(rows, "no-tail")
-    assert without.kept == listed.kept
-    assert without.grad_weight_error > listed.grad_weight_error > default.grad_weight_error
+    assert without["kept"] == listed["kept"]
+    errors = [row["grad_weight_error"] for row in (without, listed, default)]
+    assert errors == sorted(set(errors), reverse=True)
     # Dropped columns were pushed down by less than they should be: rare ones above all.
     (_, rare), (_, right) = of(rows, "no-tail", "10"), of(rows, "filtered", "10")
-    assert rare.grad_weight_norm_ratio < right.grad_weight_norm_ratio
+    assert rare["grad_weight_norm_ratio"] < right["grad_weight_norm_ratio"]
+    # A refusal is one row for all thresholds.
     (screened,) = of(rows, "screened")
-    assert 'logits="screened" cannot run here: hidden is torch.float32' in (screened.failed or "")
-    assert screened.median_ms is screened.grad_hidden_error is None
-    # Without the peer's folder; one row says so for all its thresholds.
-    assert [row.failed for row in of(rows, "cce")] == [
-        "ModuleNotFoundError: No module named 'cut_cross_entropy'"
-    ]
-    of_all, *groups = [row for row in rows if row.method == "float64"]
-    assert of_all.num_tokens == len(inputs.hidden) and of_all.num_ids == V
+    assert 'logits="screened" cannot run here: hidden is torch.float32' in screened["failed"]
+    assert not {"median_ms", "grad_hidden_error"} & screened.keys()
+    # Without the peer's folder.
+    for name in ("cce", "cce-kahan-full-c"):
+        (absent,) = of(rows, name)
+        assert absent["failed"] == "ModuleNotFoundError: No module named 'cut_cross_entropy'"
+    of_all, *groups = [row for row in rows if row["method"] == "float64"]
+    assert of_all["num_tokens"] == len(inputs.hidden) and of_all["num_ids"] == V
     # Tenths of the text, and of the ids.
     for each in (groups[:-10], groups[-10:]):
-        assert sum(row.num_tokens or 0 for row in each) == of_all.num_tokens
+        assert sum(row["num_tokens"] for row in each) == of_all["num_tokens"]
         for name in ("grad_hidden_share", "grad_weight_share"):
-            assert sum(getattr(row, name) for row in each) == pytest.approx(1)
+            assert sum(row[name] for row in each) == pytest.approx(1)
 
 
-def test_bench_fidelity_of_a_peer_that_filters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dense loss stands in for Apple's, and fails at the largest threshold."""
-    seen = []
+def test_bench_fidelity_of_methods_that_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense loss stands in for Apple's; its second preset fails while times are taken."""
+    calls = []
 
-    def build(name: str, filter_eps: object) -> object:
-        def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-            seen.append(filter_eps)
-            if filter_eps == 0.5:
-                raise RuntimeError("no room")
-            return dense_loss(hidden, weight, targets)
+    def second(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        calls.append(len(hidden))
+        if len(calls) > 5:
+            raise RuntimeError("no room")
+        return dense_loss(hidden, weight, targets)
 
-        return loss
-
-    monkeypatch.setattr("benchmarks.fidelity.candidates._build_apple", build)
+    monkeypatch.setitem(PEERS, "cce", lambda: dense_loss)
+    monkeypatch.setitem(PEERS, "cce-kahan-full-c", lambda: second)
     inputs = skewed(150)
-    candidates = candidates_of(["cce"], inputs, [], [0.25, 0.5], "auto")
-    rows = of(bench_fidelity(inputs, candidates, repeats=3, tenths=False), "cce")
-    default = torch.finfo(torch.float32).eps / 32
-    assert [row.threshold for row in rows] == [default, 0.25, 0.5]
-    assert [row.default for row in rows] == [True, None, None]
-    assert [row.failed for row in rows] == [None, None, "RuntimeError: no room"]
-    assert seen[0] == "auto" and rows[0].kept == 1
-    peaks = find_peaks(inputs)
-    assert rows[1].kept == share_of_tiles(peaks.gradient, 0.25, peaks.by_mean_logit)
+    names = ["screened", "cce", "cce-kahan-full-c"]
+    candidates = candidates_of(names, inputs, [0.25], "torch")
+    lost = {each.name: "was lost" for each in candidates if each.method == "screened"}
+    rows = bench_fidelity(inputs, candidates, repeats=3, tenths=False, failed=lost)
+    assert [row["failed"] for row in of(rows, "screened")] == ["was lost"]
+    ((apple,), (kahan,)) = (of(rows, name) for name in names[1:])
+    assert apple["median_ms"] > 0 and not {"threshold", "failed"} & apple.keys()
+    assert kahan["failed"] == "RuntimeError: no room" and "grad_weight_error" not in kahan
 
 
 def test_a_failure_of_ours_is_raised() -> None:
@@ -222,43 +216,7 @@ def test_default_keep_is_what_the_loss_takes(dtype: torch.dtype) -> None:
     assert torch.equal(*grads)
 
 
-def test_sparsity_by_hand() -> None:
-    inputs = skewed(200)
-    p = (inputs.hidden @ inputs.weight.T).softmax(-1)
-    threshold = 0.02
-    rows = bench_probabilities(inputs, [threshold])
-    curve = {row["rank"]: row["mean_probability"] for row in rows if row["part"] == "curve"}
-    by_rank = p.double().sort(descending=True).values.mean(0)
-    assert list(curve) == ranks_to_draw(V)
-    for rank, mean in curve.items():
-        assert mean == pytest.approx(float(by_rank[rank - 1]), rel=1e-5)
-    (row,) = (row for row in rows if row["part"] == "sparsity")
-    above = p >= threshold
-    assert row["rank"] == int((by_rank >= threshold).sum())
-    assert row["entries"] == pytest.approx(float(above.double().mean()))
-    assert row["per_token_most"] == int(above.sum(1).max())
-    assert row["mass"] == pytest.approx(float((p * above).sum() / len(p)), rel=1e-5)
-    blocks = [above[:128], above[128:]]
-    columns = torch.stack([block.any(0) for block in blocks])
-    assert row["columns"] == pytest.approx(float(columns.double().mean()))
-    tiles = [block[:, v : v + 128].any() for block in blocks for v in range(0, V, 128)]
-    assert row["tiles"] == sum(map(bool, tiles)) / len(tiles)
-    order = (inputs.hidden @ inputs.weight.T).mean(0).argsort(descending=True)
-    tiles = [block[:, order[v : v + 128]].any() for block in blocks for v in range(0, V, 128)]
-    assert row["tiles_sorted"] == sum(map(bool, tiles)) / len(tiles)
-    # Every target is in some tile, whatever its probability.
-    assert row["tiles_computed"] >= row["tiles_sorted"]
-    assert share_of_columns(find_peaks(inputs).gradient, 0.0) == 1
-
-
-def test_ranks_to_draw() -> None:
-    assert ranks_to_draw(1) == [1]
-    ranks = ranks_to_draw(256000)
-    assert ranks[:4] == [1, 2, 3, 4] and ranks[-1] == 256000
-    assert len(ranks) < 90 and ranks == sorted(set(ranks))
-
-
-def test_bench_evidence_commands(tmp_path: Path) -> None:
+def test_bench_fidelity_command(tmp_path: Path) -> None:
     inputs = skewed(140)
     training = {"seed": 3, "layers": 2, "lr": 0.5}
     files = []
@@ -268,7 +226,7 @@ def test_bench_evidence_commands(tmp_path: Path) -> None:
     path = tmp_path / "records" / "fidelity-tiny.json"
     some = ["--method", "dense", "--method", "filtered", "--keep", "2^-1.5", "--repeats", "3"]
     output = invoke("fidelity", *files, *some, "--dtype", "float32", "--record", str(path))
-    assert "filtered at 0.354: grad_hidden" in output
+    assert "filtered at 0.353553: grad_hidden" in output
     record = read_record(path)
     assert (record.kind, record.seeds, record.settings["layers"]) == ("fidelity", (3,), 2)
     assert (record.settings["V"], record.settings["D"], record.settings["N"]) == (V, 16, 140)
@@ -280,23 +238,13 @@ def test_bench_evidence_commands(tmp_path: Path) -> None:
         ("filtered", 0.0),
         ("filtered", 0.353553),
     }
-    path = tmp_path / "records" / "probabilities-tiny.json"
-    more = ["--threshold", "2^-6", "--threshold", "0.1", "--title", "tiny"]
-    assert "tiles_sorted" in invoke("probabilities", *files, *more, "--record", str(path))
-    record = read_record(path)
-    assert (record.kind, record.title) == ("probabilities", "tiny")
-    assert columns(record, "part", "threshold") == {
-        ("curve", None),
-        ("sparsity", 2**-6),
-        ("sparsity", 0.1),
-    }
 
 
 def columns(record: Record, *names: str) -> set[tuple[object, ...]]:
     return {tuple(row.get(name) for name in names) for row in record.rows}
 
 
-def test_bench_evidence_refuses(tmp_path: Path) -> None:
+def test_bench_fidelity_refuses(tmp_path: Path) -> None:
     inputs = skewed(40)
     new = capture(tmp_path / "step-7.pt", inputs, step=7, seed=0)
     other = capture(tmp_path / "step-8.pt", inputs, step=8, seed=0, layers=3)
@@ -305,15 +253,15 @@ def test_bench_evidence_refuses(tmp_path: Path) -> None:
     got = refuse("fidelity", "--inputs", old, *few)
     assert "inputs step-9 must have token_counts for the tenths by frequency, found none" in got
     assert "dense" in invoke("fidelity", "--inputs", old, *few, "--no-tenths")
-    got = refuse("fidelity", "--inputs", new, "--inputs", other, *few)
-    assert "all inputs of a record must be of one training run" in got
+    path = str(tmp_path / "two.json")
+    got = refuse("fidelity", "--inputs", new, "--inputs", other, *few, "--record", path)
+    assert "rows added to two must be of the same machine, commit and settings" in got
     for arguments, message in (
         (["fidelity", "--inputs", new, "--method", "fastest"], "method must be among ['dense',"),
         (["fidelity", "--inputs", new, "--keep", "2^x"], "keep must be a number above 0 such as"),
         (["fidelity", "--inputs", new, "--record", "x.csv"], "record must be the path of a .json"),
-        (["probabilities", "--inputs", new, "--record", "a b.json"], "name must be lower-case"),
-        (["probabilities", "--inputs", "zip"], "inputs must be one of"),
-        (["probabilities", "--inputs", "zipf"], "inputs must be a file of"),
+        (["fidelity", "--inputs", new, "--record", "a b.json"], "with a name of lower-case words"),
+        (["fidelity", "--inputs", "zip"], "inputs must be one of"),
         (["fidelity", "--inputs", "zipf"], "inputs must be a file of"),
     ):
         assert message in refuse(*arguments)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.loss.filter import bench_filter
+from benchmarks.fidelity.candidates import shares_kept
 from cce_dist.bench.golden import dense_loss, errors, golden_gradients, gradients
 from cce_dist.bench.inputs import IGNORE_INDEX, Shape, make_inputs, parse_shape
 from cce_dist.bench.machine import Timer, Variant, interleaved_times
@@ -105,7 +105,7 @@ def test_stored_inputs(tmp_path: Path) -> None:
     loaded = make_inputs(str(tmp_path / "step-5.pt"), Shape(100, 1, 1))
     assert loaded.kind == "step-5"
     assert torch.equal(loaded.hidden, made.hidden)
-    assert bench_filter(loaded, [1.0])[0]["kept"] == "100.0 %"
+    assert shares_kept(loaded, [0.0]) == [1.0]
 
 
 def test_interleaved_times_drops_what_fails() -> None:

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from typer.testing import CliRunner
 
-from benchmarks.converge.plan import Plan, Sizes, as_start, builders, parse_slice
-from benchmarks.converge.tile_filter import tile_filter_loss
+from benchmarks.converge.plan import STARTS, Plan, Sizes, builders, parse_slice
 from benchmarks.evidence.convergence import cases_of
 from benchmarks.evidence.records import read_record
 from cce_dist.cli.main import app
@@ -43,7 +41,7 @@ def test_converge_command(tmp_path: Path) -> None:
     assert {row["seed"] for row in read_record(path).rows if row["part"] == "run"} == {1}
     before = read_record(path).rows
     code, output = run_forked(1, tmp_path / "b.out", *command, *CHOSEN)
-    assert code == 0 and "0 runs left" in output, output
+    assert code == 0 and f"written: {path}" in output, output
     record = read_record(path)
     assert record.rows[: len(before)] == before
     runs = [row for row in record.rows if row["part"] == "run"]
@@ -58,9 +56,9 @@ def test_converge_command(tmp_path: Path) -> None:
             last = case.loss("dense", seed, 4)
             assert case.loss("filtered", seed, 4) == pytest.approx(last, 1e-5)
         # Refused or trained, it has its rows.
-        assert case.failure("screened") or case.seeds("screened") == [0, 1]
-        assert "Error" in case.failure("cce")
-        assert case.verdict("filtered").within is not None
+        assert case.why_not("screened") or case.seeds("screened") == [0, 1]
+        assert "Error" in case.why_not("cce")
+        assert case.compares("filtered")
     random, checkpoint = cases_of(record)
     # One checkpoint for all seeds, which has learned something.
     assert checkpoint.loss("dense", 0, 0) == checkpoint.loss("dense", 1, 0)
@@ -106,7 +104,7 @@ def test_builders_keep_and_screen_as_told() -> None:
     given = (inputs.hidden, inputs.weight, inputs.targets)
     screened = []
     for sizes in (Sizes(keep=0.05, max_kept=1.0), Sizes(keep=0.05, max_kept=0.0), Sizes()):
-        losses = builders("torch", False, sizes)
+        losses = builders(False, sizes)
         right = losses["exact"]()(*given)
         for name in ("filtered", "no-tail"):
             torch.testing.assert_close(losses[name]()(*given), right)
@@ -125,7 +123,7 @@ def test_builders_keep_and_screen_as_told() -> None:
         pytest.param(["--max-kept", "2"], "Screen.max_kept must be a share", id="max kept"),
         pytest.param(["--method", "mine"], "method must be among", id="method"),
         pytest.param(["--start", "zero"], "start must be among", id="start"),
-        pytest.param(["--slice", "2/2"], "slice must be K/N with 0 <= K < N, got 2/2", id="slice"),
+        pytest.param(["--slice", "2/2"], "slice must be K/N with 0 <= K < N", id="slice"),
         pytest.param(["--evaluations", "500"], "evaluations must be <= steps=400", id="marks"),
     ],
 )
@@ -136,38 +134,13 @@ def test_converge_refuses(arguments: list[str], message: str) -> None:
 
 
 def test_plan() -> None:
-    starts = (as_start("random"), as_start("checkpoint"))
-    whole = Plan((300, 400), starts, ("dense",), 3)
-    parts = [Plan((300, 400), starts, ("dense",), 3, parse_slice(f"{k}/5")) for k in range(5)]
+    whole = Plan((300, 400), STARTS, ("dense",), 3)
+    parts = [Plan((300, 400), STARTS, ("dense",), 3, parse_slice(f"{k}/5")) for k in range(5)]
     groups = list(whole.groups())
     assert len(groups) == len(set(groups)) == 12
     assert {group for part in parts for group in part.groups()} == set(groups)
     assert sum(len(list(part.groups())) for part in parts) == 12
     assert Sizes(steps=10, evaluations=4).marks == (0, 2, 5, 7, 10)
-    with pytest.raises(ValueError, match="slice must be K/N such as 0/4, got '3'"):
-        parse_slice("3")
-
-
-@pytest.mark.parametrize("of_hidden", [False, True])
-@pytest.mark.parametrize("of_weight", [False, True])
-def test_tile_filter_drops_whole_tiles(of_hidden: bool, of_weight: bool) -> None:
-    # Two blocks of tokens and four of columns, the last ones ragged.
-    inputs = zipf_inputs(200, 400, 16, generator=torch.Generator().manual_seed(0))
-    targets = inputs.targets
-    hidden, weight = (x.clone().requires_grad_() for x in (inputs.hidden, inputs.weight))
-    loss = tile_filter_loss(of_hidden=of_hidden, of_weight=of_weight)(hidden, weight, targets)
-    (3 * loss).backward()
-    logits = (hidden @ weight.T).detach()
-    assert loss.item() == pytest.approx(F.cross_entropy(logits, targets).item(), 1e-6)
-    whole = logits.softmax(1) - F.one_hot(targets, 400)
-    filtered, columns = whole.clone(), logits.mean(0).argsort(descending=True)
-    dropped = 0
-    for rows in torch.arange(200).split(128):
-        for some in columns.split(128):
-            if whole[rows][:, some].abs().max() < 64 / 400:
-                filtered[rows[:, None], some] = 0
-                dropped += 1
-    assert 0 < dropped < 8
-    of = {False: whole, True: filtered}
-    torch.testing.assert_close(hidden.grad, 3 / 200 * of[of_hidden] @ weight.detach())
-    torch.testing.assert_close(weight.grad, 3 / 200 * of[of_weight].T @ hidden.detach())
+    for text in ("3", "2/2", "-1/2"):
+        with pytest.raises(ValueError, match=f"slice must be K/N with .*, got '{text}'"):
+            parse_slice(text)

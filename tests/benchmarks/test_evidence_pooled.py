@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.evidence.convergence import ALL
-from benchmarks.evidence.pooled import pools_of
+from benchmarks.evidence.convergence import ALL, Pool, pools_of
 from benchmarks.evidence.records import Record
 from benchmarks.evidence.report import page_of
 from tests.benchmarks.evidence_records import STEPS, convergence
@@ -37,25 +36,32 @@ def two(method: str, *nats: float, wobble: float = 0.0) -> list[Record]:
     return made
 
 
+def sizes(pool: Pool) -> list[int]:
+    return [case.vocab_size for case in pool.cases]
+
+
 def test_differences_of_the_vocabularies_are_averaged() -> None:
     (pool,) = pools_of(two("filtered", 0.012, -0.006))
-    assert pool.vocab_sizes == [32768, 65536] and pool.methods == ("filtered",)
+    assert sizes(pool) == [32768, 65536] and pool.methods == ("filtered",)
     assert pool.num_seeds("filtered") == 6
     assert pool.difference("filtered", END) == pytest.approx(0.003)
     # Dense's seeds are 0.01 apart at either vocabulary.
     assert pool.spread(END) == pytest.approx(0.01)
     verdict = pool.verdict("filtered")
-    assert verdict.within and verdict.worst == pytest.approx(0.3)
+    assert verdict.share_within == 1 and verdict.worst == pytest.approx(0.3)
     # By itself the first one is outside.
-    assert [case.verdict("filtered").within for case in pool.cases] == [False, True]
+    apart = [Pool((case,), pool.methods).verdict("filtered").worst for case in pool.cases]
+    assert apart == pytest.approx([1.2, -0.6])
 
 
 def test_standard_error_falls_with_the_vocabularies() -> None:
     (pool,) = pools_of(two("filtered", 0.0, 0.0, wobble=0.004))
-    alone = pool.cases[0].standard_error("filtered", END)
+    alone = Pool(pool.cases[:1], pool.methods).standard_error("filtered", END)
     assert alone == pytest.approx(0.004 / math.sqrt(3))
     assert pool.standard_error("filtered", END) == pytest.approx(alone / math.sqrt(2))
-    assert pool.error_in_spreads("filtered", END) == pytest.approx(alone / math.sqrt(2) / 0.01)
+    verdict = pool.verdict("filtered")
+    error = pool.standard_error("filtered", verdict.step, verdict.group)
+    assert verdict.error == pytest.approx(error / pool.spread(verdict.step, verdict.group))
 
 
 def test_spread_is_the_root_of_the_mean_variance() -> None:
@@ -91,7 +97,7 @@ def test_starts_are_apart() -> None:
             [(100, ("random", "checkpoint")), (200, ("random", "checkpoint")), (300, ("random",))]
         )
     ]
-    pools = {pool.start: pool.vocab_sizes for pool in pools_of(both)}
+    pools = {pool.start: sizes(pool) for pool in pools_of(both)}
     assert pools == {"random": [100, 200, 300], "checkpoint": [100, 200]}
 
 
@@ -100,7 +106,7 @@ def test_of_two_records_of_a_vocabulary_the_one_with_more_seeds_counts() -> None
     more = convergence({"dense": 0.0, "filtered": 0.0}, seeds=5, vocab=65536)
     for records in ([first, second, more], [more, second, first]):
         (pool,) = pools_of(records)
-        assert pool.vocab_sizes == [32768, 65536]
+        assert sizes(pool) == [32768, 65536]
         assert pool.num_seeds("filtered") == 3 + 5
 
 
@@ -115,7 +121,7 @@ def test_what_the_record_with_more_seeds_lacks_is_of_the_other() -> None:
         assert set(found) == {("exact",), ("filtered",)}
         assert found[("exact",)].num_seeds("exact") == 3 + 3
         assert found[("filtered",)].num_seeds("filtered") == 3 + 5
-        assert all(pool.vocab_sizes == [32768, 65536] for pool in found.values())
+        assert all(sizes(pool) == [32768, 65536] for pool in found.values())
 
 
 def test_one_vocabulary_is_no_pool() -> None:

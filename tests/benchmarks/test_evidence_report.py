@@ -15,7 +15,7 @@ import pytest
 from benchmarks.evidence.figures import Chart, Curve, write_figure
 from benchmarks.evidence.methods import Look
 from benchmarks.evidence.records import FOLDER, Cell, Record, read_records, write_record
-from benchmarks.evidence.report import KINDS, PAGES, figures_of, page_of, write_report
+from benchmarks.evidence.report import KINDS, PAGES, page_of, write_report
 from benchmarks.evidence.show import show_convergence, show_fidelity
 from tests.benchmarks.evidence_records import convergence, every_kind, fidelity
 
@@ -137,7 +137,7 @@ def test_evidence_pages_are_what_the_records_render_to() -> None:
     for kind in KINDS:
         mine = [record for record in records if record.kind == kind]
         assert (pages / f"{kind}.md").read_text() == page_of(kind, mine, rows), hint
-        drawn |= {f"{name}.svg" for name in figures_of(kind, mine)}
+        drawn |= {f"{name}.svg" for name in KINDS[kind].figures(mine)}
     # Not byte by byte: another version of matplotlib draws the same otherwise.
     assert {path.name for path in (pages / "figures").iterdir()} == drawn, hint
     sizes = [path.stat().st_size for path in (ROOT / FOLDER).rglob("*.*") if path.is_file()]

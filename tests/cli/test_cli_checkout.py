@@ -31,11 +31,11 @@ def test_the_checkout_is_that_of_the_package(tmp_path: Path) -> None:
     assert find_checkout() == ROOT
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").write_text("raise RuntimeError('somebody else')")
-    command = [sys.executable, "-m", "cce_dist", "bench", "quantize", "--help"]
+    command = [sys.executable, "-m", "cce_dist", "bench", "first-call", "--help"]
     environment = launch_environment()
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "cce-dist bench quantize [OPTIONS]" in done.stdout
+    assert "cce-dist bench first-call [OPTIONS]" in done.stdout
 
 
 @pytest.mark.parametrize("words", ["bench converge --help", "report", "bench train x --record y"])

@@ -10,15 +10,17 @@ from benchmarks.evidence.convergence import (
     NEVER,
     RAREST,
     REFERENCE,
+    WITHIN,
     Case,
+    Pool,
     Verdict,
     cases_of,
     describe_group,
+    pools_of,
 )
 from benchmarks.evidence.figures import Chart, Curve
 from benchmarks.evidence.markdown import number, table
 from benchmarks.evidence.methods import OURS, look_of, title_of
-from benchmarks.evidence.pooled import Pool, num_shared, pools_of
 from benchmarks.evidence.records import Record
 
 TITLE = "Does a model train the same?"
@@ -28,19 +30,9 @@ STARTS = {"random": "from random weights", "checkpoint": "from a checkpoint, on 
 SHOWN = (ALL, RAREST, NEVER)
 # Standard errors from 0 beyond which chance puts a difference in 1 % of cases, by the degrees of
 # freedom (Student's t): three seeds take far more than nine.
-CRITICAL = {
-    1: 63.66,
-    2: 9.92,
-    3: 5.84,
-    4: 4.60,
-    5: 4.03,
-    6: 3.71,
-    8: 3.36,
-    10: 3.17,
-    15: 2.95,
-    20: 2.85,
-    30: 2.75,
-}
+DEGREES = (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30)
+VALUES = (63.66, 9.92, 5.84, 4.60, 4.03, 3.71, 3.36, 3.17, 2.95, 2.85, 2.75)
+CRITICAL: dict[int, float] = dict(zip(DEGREES, VALUES, strict=True))
 HOW_TO_READ = (
     "Differences to dense are means over seeds, in nats of held-out text after the last step, ± "
     "their standard error; runs of one seed differ only in the loss. **Bold**: chance gives such a "
@@ -95,44 +87,48 @@ def _of_group(group: str) -> str:
 def section(record: Record) -> list[str]:
     parts = []
     for case in cases_of(record):
-        trained = [method for method in case.methods if case.seeds(method)]
+        alone = Pool((case,), tuple(case.methods))
         rows = []
-        for method in trained:
-            compared = method != REFERENCE and case.verdict(method).within is not None
+        for method in case.methods:
+            if not case.seeds(method):
+                continue
+            compared = method != REFERENCE and not case.why_not(method)
             rows.append(
                 [
                     title_of(method),
                     str(len(case.seeds(method))),
                     f"{case.mean(method, case.steps[-1]):.4f}",
-                    *(_cells(case, method) if compared else [""] * len(_COLUMNS)),
-                    number(_mean_of(case, method, "median_step_ms")),
-                    number(_mean_of(case, method, "peak_gib")),
+                    *(_cells(alone, method) if compared else [""] * len(_COLUMNS)),
+                    *(_mean_of(case, method, key) for key in ("median_step_ms", "peak_gib")),
                 ]
             )
         columns = ("method", "seeds", "held-out loss", *_COLUMNS, "ms a step", "peak GiB")
-        parts += [_conclusion(case), table(columns, rows)]
+        parts += [_conclusion(case, alone), table(columns, rows)]
     return parts
 
 
-def _conclusion(case: Case) -> str:
+def _mean_of(case: Case, method: str, key: str) -> str:
+    values = case.cells(method, key)
+    return number(sum(values) / len(values)) if values else ""
+
+
+def _conclusion(case: Case, alone: Pool) -> str:
     """Returns what the runs of a case say of our methods."""
     sentences = [f"**V={case.vocab_size}, {STARTS[case.start]}.**"]
     farthest = []
     for method in (method for method in case.methods if method in OURS):
-        verdict = case.verdict(method)
         if not case.is_itself(method):
             sentences.append(f"{title_of(method)}: full logits in every step, no logit screened.")
-        elif verdict.within is None:
-            sentences.append(f"{title_of(method)} did not run: {verdict.reason}.")
+        elif reason := case.why_not(method):
+            sentences.append(f"{title_of(method)} did not run: {reason}.")
         else:
-            farthest.append(f"{title_of(method)} {_at_most(verdict)}")
+            farthest.append(f"{title_of(method)} {_at_most(alone.verdict(method))}")
     if farthest:
         sentences.append(f"Farthest from dense, in spreads: {', '.join(farthest)}.")
-    control = case.verdict(CONTROL) if CONTROL in case.methods else None
-    if control is not None and control.within is False:
+    if case.compares(CONTROL) and abs(worst := alone.verdict(CONTROL).worst) > WITHIN:
         sentences.append(
             f"`{CONTROL}`, which leaves nothing out, is so far by rounding alone: these runs "
-            f"decide nothing that is smaller than {abs(control.worst):.2f} spreads."
+            f"decide nothing that is smaller than {abs(worst):.2f} spreads."
         )
     return " ".join(sentences)
 
@@ -145,7 +141,7 @@ _COLUMNS = (
 )
 
 
-def _cells(runs: Case | Pool, method: str) -> list[str]:
+def _cells(runs: Pool, method: str) -> list[str]:
     """Returns a method's cells under _COLUMNS."""
     cells = []
     for group in SHOWN:
@@ -162,7 +158,7 @@ def _at_most(verdict: Verdict) -> str:
     return f"{verdict.worst:+.2f}{error}"
 
 
-def _difference(runs: Case | Pool, method: str, group: str) -> str:
+def _difference(runs: Pool, method: str, group: str) -> str:
     end = runs.steps[-1]
     error = runs.standard_error(method, end, group)
     return f"{runs.difference(method, end, group):+.4f}" + (
@@ -170,21 +166,14 @@ def _difference(runs: Case | Pool, method: str, group: str) -> str:
     )
 
 
-def _is_told_apart(runs: Case | Pool, method: str, group: str) -> bool:
+def _is_told_apart(runs: Pool, method: str, group: str) -> bool:
     end = runs.steps[-1]
     error = runs.standard_error(method, end, group)
     if error is None:
         return False
-    cases = runs.cases if isinstance(runs, Pool) else (runs,)
-    freedom = sum(num_shared(case, method) - 1 for case in cases)
+    freedom = runs.num_seeds(method) - len(runs.cases)
     critical = CRITICAL[max(known for known in CRITICAL if known <= freedom)]
     return abs(runs.difference(method, end, group)) > critical * error
-
-
-def _mean_of(case: Case, method: str, key: str) -> float | None:
-    values = [run.get(key) for (name, _), run in case.runs.items() if name == method]
-    known = [float(value) for value in values if isinstance(value, float | int)]
-    return sum(known) / len(known) if known else None
 
 
 def figures(records: Sequence[Record]) -> dict[str, list[Chart]]:
@@ -192,19 +181,19 @@ def figures(records: Sequence[Record]) -> dict[str, list[Chart]]:
     charts = []
     pools = pools_of(records)
     for start, words in STARTS.items():
-        curves = []
-        for pool in (pool for pool in pools if pool.start == start):
-            for method in pool.methods:
-                places = range(len(pool.groups))
-                differences = [
-                    (float(place), pool.in_spreads(method, pool.steps[-1], group))
-                    for place, group in zip(places, pool.groups, strict=True)
-                ]
-                points = [point for point in differences if math.isfinite(point[1])]
-                curves.append(Curve(title_of(method), points, look_of(method)))
+        curves = [
+            _curve(pool, method) for pool in pools if pool.start == start for method in pool.methods
+        ]
         if curves:
-            names = pools[0].groups
             x, y = "tenths, the most frequent ids first", "difference to dense, in spreads"
-            scales = ("linear", "symlog")
+            scales, names = ("linear", "symlog"), pools[0].groups
             charts.append(Chart(words, x, y, curves, scales, names, shade=(-1.0, 1.0)))
     return {"convergence": charts} if charts else {}
+
+
+def _curve(pool: Pool, method: str) -> Curve:
+    differences = [pool.in_spreads(method, pool.steps[-1], group) for group in pool.groups]
+    points = [(float(place), value) for place, value in enumerate(differences)]
+    return Curve(
+        title_of(method), [point for point in points if math.isfinite(point[1])], look_of(method)
+    )

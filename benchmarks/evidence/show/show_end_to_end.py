@@ -8,52 +8,31 @@ from pathlib import Path
 from benchmarks.evidence.figures import Chart
 from benchmarks.evidence.markdown import number, table, value_of
 from benchmarks.evidence.methods import OURS, title_of
-from benchmarks.evidence.records import Cell, Record, RecordError, Row, make_record, write_record
+from benchmarks.evidence.records import Record, Row, make_record, write_record
 
 TITLE = "What does it buy in a training job?"
-# Fields that all rows of a record share.
+# Fields that all rows of `cce-dist bench train` share.
 SETTINGS = ("V", "D", "layers", "dtype")
 
 
-def end_to_end_record(
-    rows: Sequence[Mapping[str, Cell]],
-    machine: Mapping[str, str],
-    name: str,
-    title: str,
-    *,
-    seed: int = 0,
-) -> Record:
-    """Returns a record of the rows of `cce-dist bench train`.
+def write_end_to_end(
+    rows: Sequence[Row], machine: Mapping[str, str], path: Path, title: str, *, seed: int
+) -> None:
+    """Writes the record of the rows of `cce-dist bench train` to `path`, folder/<name>.json.
 
     Args:
         machine: as `cce_dist.bench.arguments.machine_of` gives it.
         seed: seed of weights and text.
-    Raises:
-        RecordError: the rows come from several models.
     """
-    models = list(dict.fromkeys(tuple(row[key] for key in SETTINGS) for row in rows))
-    if len(models) != 1:
-        raise RecordError(f"rows must be of one model {SETTINGS}, got {models}")
     cells = [
         {key: value for key, value in row.items() if key not in SETTINGS and value != ""}
         for row in rows
     ]
-    settings: dict[str, Cell] = dict(zip(SETTINGS, models[0], strict=True))
-    return make_record(
-        "end-to-end", name, title, machine, seeds=(seed,), settings=settings, rows=cells
+    settings = {key: rows[0][key] for key in SETTINGS}
+    record = make_record(
+        "end-to-end", path.stem, title, machine, seeds=(seed,), settings=settings, rows=cells
     )
-
-
-def write_end_to_end(
-    rows: Sequence[Mapping[str, Cell]],
-    machine: Mapping[str, str],
-    path: Path,
-    title: str,
-    *,
-    seed: int,
-) -> None:
-    """Writes the rows' `end_to_end_record` to `path`, which is folder/<name>.json."""
-    write_record(end_to_end_record(rows, machine, path.stem, title, seed=seed), path.parent)
+    write_record(record, path.parent)
 
 
 def introduction(records: Sequence[Record]) -> list[str]:
@@ -63,7 +42,7 @@ def introduction(records: Sequence[Record]) -> list[str]:
         for name in (name for name in _names(rows) if name in OURS):
             parts = [
                 text
-                for batch in batches_of(rows)
+                for batch in sorted({value_of(row, "batch") for row in rows if "batch" in row})
                 if (text := _over_best(name, speeds(rows, batch), f"at batch {batch:g}"))
             ]
             largest = _over_best(name, at_largest(rows, "tokens_per_s"), "at each one's largest")
@@ -115,10 +94,6 @@ def together(records: Sequence[Record]) -> list[tuple[str, list[Row]]]:
         (" and ".join(by_title), [row for rows in by_title.values() for row in rows])
         for by_title in sets.values()
     ]
-
-
-def batches_of(rows: Sequence[Row]) -> list[float]:
-    return sorted({value_of(row, "batch") for row in rows if "batch" in row})
 
 
 def _layouts(rows: Sequence[Row]) -> Mapping[str, list[Row]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 from benchmarks.evidence.convergence import GROUPS
 from benchmarks.evidence.figures import Chart, Curve
@@ -16,22 +15,15 @@ DENSE = "dense"
 GRADIENTS = {"grad_hidden": "hidden gradient", "grad_weight": "weight gradient"}
 
 
-class Measured(NamedTuple):
-    """Time and errors of a method at its own threshold; refused 8-bit logits have none."""
-
-    milliseconds: float
-    hidden: float  # errors over all tokens
-    weight: float
-    rarest: float  # error of the weight's rows of the rarest tenth; 0: unknown
-
-
-# The numbers by which methods are compared, and their names.
-ASPECTS: Mapping[str, Callable[[Measured], float]] = {
-    "time of loss and gradients": lambda measured: measured.milliseconds,
-    "error of the hidden gradient": lambda measured: measured.hidden,
-    "error of the weight gradient": lambda measured: measured.weight,
-    "error of the weight's rows of the rarest tenth": lambda measured: measured.rarest,
+# The numbers by which methods are compared: their names, and the group and key of each.
+ASPECTS = {
+    "time of loss and gradients": ("all", "median_ms"),
+    "error of the hidden gradient": ("all", "grad_hidden_error"),
+    "error of the weight gradient": ("all", "grad_weight_error"),
+    "error of the weight's rows of the rarest tenth": ("10", "grad_weight_error"),
 }
+# A method's numbers at its own threshold; refused 8-bit logits have none.
+Measured = dict[str, float]
 
 
 def introduction(records: Sequence[Record]) -> list[str]:
@@ -48,34 +40,34 @@ def introduction(records: Sequence[Record]) -> list[str]:
 def _sentence(record: Record) -> str:
     """Returns the range of `filtered`'s numbers over dense's, over the steps of training."""
     parts = []
-    for name, value in ASPECTS.items():
+    for aspect in ASPECTS:
         ratios = [
-            value(by_method["filtered"]) / value(by_method[DENSE])
+            by_method["filtered"].get(aspect, 0.0) / by_method[DENSE][aspect]
             for by_method in measured_of(record).values()
-            if {"filtered", DENSE} <= by_method.keys() and value(by_method[DENSE])
+            if "filtered" in by_method and by_method.get(DENSE, {}).get(aspect)
         ]
         if ratios:
-            parts.append(f"{name} {min(ratios):.2f} to {max(ratios):.2f}")
+            parts.append(f"{aspect} {min(ratios):.2f} to {max(ratios):.2f}")
     return f"`filtered`, over dense: {'; '.join(parts)}." if parts else ""
 
 
 def section(record: Record) -> list[str]:
     measured = measured_of(record)
-    methods = list(dict.fromkeys(method for each in measured.values() for method in each))
+    methods = dict.fromkeys(method for each in measured.values() for method in each)
     parts = []
-    for name, value in ASPECTS.items():
+    for aspect in ASPECTS:
         rows = []
         for method in methods:
-            cells = [_cell(each, method, value) for each in measured.values()]
+            cells = [_cell(each, method, aspect) for each in measured.values()]
             if any(cells):
                 rows.append([title_of(method), *cells])
         if rows:
-            parts.append(table((name, *measured), rows))
+            parts.append(table((aspect, *measured), rows))
     failed = {
         title_of(str(row["method"])): str(row["failed"]) for row in record.rows if "failed" in row
     }
     parts += [f"{method} did not run: {reason}." for method, reason in failed.items()]
-    refused = [_name(row) for row in record.rows if _is_default(row) and not _was_screened(row)]
+    refused = [moment for moment, _ in _refused(record)]
     if refused:
         parts.append(
             f"{title_of('screened')}: 8 bits were not enough at {', '.join(refused)}; logits were "
@@ -84,57 +76,44 @@ def section(record: Record) -> list[str]:
     return parts
 
 
-def _cell(
-    by_method: Mapping[str, Measured], method: str, value: Callable[[Measured], float]
-) -> str:
-    if method not in by_method or not value(by_method[method]):
+def _cell(by_method: Mapping[str, Measured], method: str, aspect: str) -> str:
+    value, dense = (by_method.get(name, {}).get(aspect) for name in (method, DENSE))
+    if not value:
         return ""
-    error = value(by_method[method])
-    if method == DENSE or DENSE not in by_method:
-        return number(error)
-    return f"{error / value(by_method[DENSE]):.2f}"
+    return number(value) if method == DENSE or not dense else f"{value / dense:.2f}"
 
 
 def measured_of(record: Record) -> dict[str, dict[str, Measured]]:
     """Returns the numbers of each method, by moment of training, then by method."""
     steps = {_name(row): int(row.get("step") or 0) for row in record.rows}
-    moments = sorted(steps, key=lambda name: (steps[name], name))
-    return {
-        moment: _measured([row for row in record.rows if _name(row) == moment])
-        for moment in moments
+    measured: dict[str, dict[str, Measured]] = {
+        moment: {} for moment in sorted(steps, key=lambda name: (steps[name], name))
     }
+    refused = _refused(record)
+    for row in record.rows:
+        moment, method = _name(row), str(row["method"])
+        for aspect, (group, key) in ASPECTS.items():
+            is_it = _is_default(row) and row["group"] == group and key in row
+            if is_it and (moment, method) not in refused:
+                measured[moment].setdefault(method, {})[aspect] = value_of(row, key)
+    return measured
 
 
-def _measured(rows: Sequence[Row]) -> dict[str, Measured]:
-    by_method = {}
-    for row in rows:
-        keys = ("median_ms", "grad_hidden_error", "grad_weight_error")
-        if _is_default(row) and _was_screened(row) and all(key in row for key in keys):
-            milliseconds, hidden, weight = (value_of(row, key) for key in keys)
-            rarest = _in_rarest(rows, row)
-            by_method[str(row["method"])] = Measured(milliseconds, hidden, weight, rarest)
-    return by_method
+def _refused(record: Record) -> list[tuple[str, str]]:
+    """Returns moments and methods at which 8 bits were not enough."""
+    return [
+        (_name(row), str(row["method"]))
+        for row in record.rows
+        if _is_default(row) and row.get("screened") is False
+    ]
 
 
 def _is_default(row: Row) -> bool:
-    return row.get("group") == "all" and ("threshold" not in row or row.get("default") is True)
-
-
-def _was_screened(row: Row) -> bool:
-    return row.get("screened") is not False
+    return "threshold" not in row or row.get("default") is True
 
 
 def _name(row: Row) -> str:
     return f"step {row['step']}" if "step" in row else str(row["inputs"])
-
-
-def _in_rarest(rows: Sequence[Row], of: Row) -> float:
-    """Returns the weight gradient's error in the rows of the rarest tenth; 0: unknown."""
-    for row in rows:
-        same = all(row.get(key) == of.get(key) for key in ("method", "threshold"))
-        if same and row.get("group") == "10":
-            return value_of(row, "grad_weight_error")
-    return 0.0
 
 
 def figures(records: Sequence[Record]) -> dict[str, list[Chart]]:
@@ -173,7 +152,7 @@ def _by_group(rows: Sequence[Row], title: str) -> Chart:
             (float(groups.index(str(row["group"]))), value_of(row, "grad_weight_error"))
             for row in rows
             if row["method"] == method
-            and ("threshold" not in row or row.get("default") is True)
+            and _is_default(row)
             and value_of(row, "grad_weight_error") > 0
         ]
         curves.append(Curve(title_of(method), sorted(points), look_of(method)))

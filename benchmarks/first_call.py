@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -10,25 +9,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
-from cce_dist.bench.inputs import Shape
+from cce_dist import linear_cross_entropy
+from cce_dist.bench.inputs import Shape, parse_shape
+from cce_dist.bench.machine import synchronize
 from cce_dist.bench.report import Cells
 from cce_dist.options import GradientMode
-
-
-@dataclass(frozen=True)
-class FirstCall:
-    """The first call of a process: its sizes, names of dtype and device, and gradient mode."""
-
-    shape: Shape
-    dtype: str
-    device: str
-    gradient: GradientMode
 
 
 def bench_first_calls(
@@ -45,50 +35,48 @@ def bench_first_calls(
     """
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"dtype must name a torch dtype, got {dtype!r}")
+    unknown = sorted(set(gradients) - set(get_args(GradientMode)))
+    if unknown:
+        raise ValueError(f"gradient must be one of {get_args(GradientMode)}, got {unknown}")
+    sizes = f"{shape.num_tokens}x{shape.vocab_size}x{shape.dim}"
     rows: list[Cells] = []
     for gradient in gradients:
-        mode = next((known for known in get_args(GradientMode) if known == gradient), None)
-        if mode is None:
-            raise ValueError(f"gradient must be one of {get_args(GradientMode)}, got {gradient!r}")
-        call = FirstCall(shape, dtype, device, mode)
         with tempfile.TemporaryDirectory() as cache:
             for before in ("empty", "filled"):
-                seconds = _in_a_process(call, cache)
+                seconds = _in_a_process([sizes, dtype, device, gradient], cache)
                 rows.append({"method": gradient, "kernel_cache": before, **seconds})
     return rows
 
 
-def _in_a_process(call: FirstCall, cache: str) -> dict[str, float]:
+def _in_a_process(call: list[str], cache: str) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, "-m", __spec__.name, json.dumps(dataclasses.asdict(call))],
+        [sys.executable, "-m", __spec__.name, *call],
         # The folder from which Python finds this module.
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[1],
         env={**os.environ, "TRITON_CACHE_DIR": cache},
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode != 0:
-        raise RuntimeError(f"{call} failed:\n{done.stderr}")
+        raise RuntimeError(f"{' '.join(call)} failed:\n{done.stderr}")
     return json.loads(done.stdout)
 
 
-def time_first_call(call: FirstCall) -> dict[str, float]:
+def time_first_call(sizes: str, dtype: str, place: str, gradient: Any) -> dict[str, float]:
     """Returns the seconds from the call to the gradients, and to the loss; imports do not count."""
-    from cce_dist import linear_cross_entropy
-
-    shape, device, dtype = call.shape, torch.device(call.device), getattr(torch, call.dtype)
-    hidden = torch.randn(shape.num_tokens, shape.dim, device=device, dtype=dtype).requires_grad_()
-    weight = torch.randn(shape.vocab_size, shape.dim, device=device, dtype=dtype).requires_grad_()
+    shape, device = parse_shape(sizes), torch.device(place)
+    options = {"device": device, "dtype": getattr(torch, dtype), "requires_grad": True}
+    hidden = torch.randn(shape.num_tokens, shape.dim, **options)
+    weight = torch.randn(shape.vocab_size, shape.dim, **options)
     targets = torch.randint(shape.vocab_size, (shape.num_tokens,), device=device)
 
     def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         return time.perf_counter()
 
     start = now()
-    loss = linear_cross_entropy(hidden, weight, targets, gradient=call.gradient)
+    loss = linear_cross_entropy(hidden, weight, targets, gradient=gradient)
     assert isinstance(loss, torch.Tensor)
     middle = now()
     loss.backward()
@@ -96,5 +84,4 @@ def time_first_call(call: FirstCall) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    fields = json.loads(sys.argv[1])
-    print(json.dumps(time_first_call(FirstCall(**{**fields, "shape": Shape(**fields["shape"])}))))
+    print(json.dumps(time_first_call(*sys.argv[1:])))

@@ -1,1 +1,0 @@
-"""Benchmarks of the loss: filter, kernels' tiles, first call, 8-bit copy, the paper's tables."""
