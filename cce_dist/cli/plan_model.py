@@ -15,7 +15,7 @@ from cce_dist.planner.cost.hardware import HARDWARE, Hardware, find_hardware, re
 from cce_dist.planner.cost.job import ATTENTIONS, LOSSES, OVER, SOFTWARE, Job, Software
 from cce_dist.planner.models.huggingface import read_config
 from cce_dist.planner.models.model import Model
-from cce_dist.planner.models.presets import find_model, model_names
+from cce_dist.planner.models.presets import MODELS, find_model
 from cce_dist.planner.names import nearest_name
 from cce_dist.planner.orders.measured import predict_file
 from cce_dist.planner.orders.schedules import NAMES
@@ -277,8 +277,8 @@ def _layout(text: str) -> list[int]:
 
 def models_command() -> None:
     """Names of the presets, and how many parameters they have."""
-    for name in model_names():
-        typer.echo(f"{name:16} {find_model(name).parameters:>16,}")
+    for name, model in MODELS.items():
+        typer.echo(f"{name:16} {model.parameters:>16,}")
 
 
 def times_command(

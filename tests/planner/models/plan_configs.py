@@ -19,6 +19,15 @@ PARAMETERS = {
     "mixtral-8x7b": 46_702_792_704,
     # 671,026,419,200 with 256 numbers that correct the router of each of 58 layers.
     "deepseek-v3": 671_026_419_200 - 58 * 256,
+    "GPT2": 124_439_808,
+    "GPT Neo (1.3B)": 1_315_575_808,
+    "GPT Neo (2.7B)": 2_651_307_520,
+    "Gemma (2B)": 2_506_172_416,
+    "Llama 2 (13B)": 13_015_864_320,
+    "Llama 2 (7B)": 6_738_415_616,
+    "Phi 1.5": 1_418_270_720,
+    "Phi3 Medium": 13_960_238_080,
+    "Qwen1.5 (7B)": 7_721_324_544,
 }
 
 COMMON = {
