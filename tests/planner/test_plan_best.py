@@ -19,8 +19,8 @@ from cce_dist.planner.models.model import Model
 from cce_dist.planner.models.presets import find_model
 from cce_dist.planner.plan import Plan, even_layout, make_plan, plan_layout, schedule_of
 from cce_dist.planner.search import best_plan, largest_of_layouts
+from tests.planner.plan_jobs import H200
 
-H200 = HARDWARE["h200"]
 PLAIN = Model(classes=128000, dim=2048, layers=9, mlp_dim=8192, heads=16, kv_heads=16)
 # A layer with experts takes another time than one of the first, which have none.
 EXPERTS: dict[str, Any] = {"experts": 8, "experts_per_token": 2, "dense_mlp_dim": 32768}

@@ -10,22 +10,12 @@ from cce_dist.planner.cost.hardware import HARDWARE
 from cce_dist.planner.cost.job import SOFTWARE, Job
 from cce_dist.planner.cost.layer import PIECES, collective, layer_cost
 from cce_dist.planner.flags import megatron_flags
-from cce_dist.planner.models.model import Model
 from cce_dist.planner.models.presets import find_model
 from cce_dist.planner.plan import make_plan
+from tests.planner.plan_jobs import LLAMA, gpt
 
 H100, A100 = HARDWARE["h100"], HARDWARE["a100"]
-LLAMA = find_model("llama3-8b")
-GPT = Model(
-    classes=51200,
-    dim=6144,
-    layers=8,
-    mlp_dim=24576,
-    heads=64,
-    kv_heads=64,
-    gated=False,
-    positions=2048,
-)
+GPT = gpt(51200, 6144, 8, 64, 2048)
 UNFUSED = Job(sequence=2048, attention="unfused")
 
 
@@ -97,7 +87,7 @@ def test_what_overlapped_tensor_parallelism_leaves() -> None:
     assert apart.backward - beside.backward == pytest.approx((1 - 1 / PIECES) * told)
     slow = replace(at_once, nvlink=1e9)
     apart, beside = (layer_cost(LLAMA, each, slow, 0) for each in (job, whole))
-    products = 2.0 * job.tokens * (LLAMA.layer_parameters - 2 * LLAMA.dim) / 4
+    products = 2.0 * job.tokens * (LLAMA.parameters_of_layer(0) - 2 * LLAMA.dim) / 4
     hidden = products / (H100.flops * H100.gemm)
     assert apart.forward - beside.forward == pytest.approx(hidden)
     # Small pieces are slower than the whole.

@@ -7,18 +7,15 @@ from typing import Any
 
 import pytest
 
-from cce_dist.planner.cost.hardware import HARDWARE
 from cce_dist.planner.cost.job import SOFTWARE, Job
 from cce_dist.planner.flags import megatron_flags, patch_flags
 from cce_dist.planner.models.presets import MODELS, find_model
 from cce_dist.planner.plan import make_plan
 from cce_dist.planner.report import describe
 from cce_dist.planner.search import verdict_on, vocab_pays
+from tests.planner.plan_jobs import GEMMA, H200, LLAMA, PIPE
 
-H200 = HARDWARE["h200"]
-GEMMA, LLAMA = find_model("gemma2-2b"), find_model("llama3-8b")
 GPT2 = find_model("GPT2")
-PIPE = Job(pp=4, microbatches=16, loss="native")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 import random
 import types
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,21 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from cce_dist.planner.orders.measured import predict_file
 from cce_dist.planner.orders.predict import StageTimes, predict
-from cce_dist.planner.orders.schedules import make_schedule, peak_held
+from cce_dist.planner.orders.schedules import held_of, make_schedule, peak_of_held
 from cce_dist.planner.orders.timeline import Task, Work, run_orders
-from cce_dist.planner.orders.vocab_1f1b import Times, makespan, plan_vocab_order
 
 # Ranks and microbatches: none in flight at first, fewer than ranks, many.
 SIZES = [(1, 1), (1, 5), (2, 2), (4, 2), (4, 8), (8, 64)]
 
 
-def even(stages: int, forward: float = 1.0, backward: float = 2.0, **more: float) -> StageTimes:
-    return StageTimes((forward,) * stages, (backward,) * stages, **more)  # pyright: ignore
+def even(stages: int, forward: float = 1.0, backward: float = 2.0, **more: Any) -> StageTimes:
+    return StageTimes((forward,) * stages, (backward,) * stages, **more)
+
+
+def peak_held(
+    order: Sequence[Task], held: list[float], working: Sequence[float] = (), phases: float = 0.0
+) -> float:
+    return peak_of_held(held_of(order, len(held)), held, working, phases=phases)
 
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -155,42 +159,43 @@ def test_one_f_one_b_holds_as_many_as_ranks_follow() -> None:
     assert predict(even(4), 8, schedule="gpipe").most_held == (8, 8, 8, 8)
 
 
+def waits_of(rank: int, kind: str, *, embeds: bool, weighs: bool) -> list[tuple[int, str]]:
+    """What a pass of one of four ranks waits for: ranks and kinds."""
+    every = range(4)
+    return {
+        "F": [(rank - 1, "F")] if rank else [(0, "E")] * embeds,
+        "B": [(rank + 1, "B")] if rank < 3 else [(x, "T") for x in every],
+        "S": [(3, "F")],
+        "U": [(x, "S") for x in every],
+        "T": [(3, "U")] if weighs else [(x, "S") for x in every],
+        "E": [],
+        "G": [(0, "B")],
+    }[kind]
+
+
+@pytest.mark.parametrize("weighs", [False, True], ids=["", "weighs"])
 @pytest.mark.parametrize("embeds", [False, True], ids=["head", "head and embedding"])
-def test_vocab_is_the_planned_order(embeds: bool) -> None:
-    """The same makespan as planner/orders.py has, whose ranks are alike."""
-    times = Times(1.0, 2.0, 0.25, 0.75, latency=0.1, embedding=0.05 if embeds else 0.0)
-    # The order of those that run it, who plan without latency.
-    orders = plan_vocab_order(4, 12, replace(times, latency=0.0), embeds=embeds)
-    wanted = makespan(orders, times)
-    found = predict(
-        even(
-            4,
-            statistics=(0.25,) * 4,  # pyright: ignore
-            gradients=(0.75,) * 4,  # pyright: ignore
-            embedding=(0.05,) * 4 if embeds else (),  # pyright: ignore
-            head_latency=0.1,
-        ),
-        12,
-        schedule="vocab",
-    )
-    # There, the first stage does not wait for the sum of the embedding's rows to arrive; here it
-    # looks later ones up meanwhile.
-    assert found.seconds == pytest.approx(wanted)
-    assert found.most_held[0] <= 4 + 2
-    # The order knows of no latency: each microbatch may wait for one.
-    assert found.closed_form is not None and found.seconds <= found.closed_form + 12 * 0.1
-
-
-def test_the_last_rank_weighs() -> None:
-    """As planner/orders.py simulates it."""
-    times = Times(1.0, 2.0, 0.5, 1.5, latency=0.1)
-    orders = plan_vocab_order(4, 12, replace(times, latency=0.0), weighs=True)
-    heads = {"statistics": (0.5,) * 4, "gradients": (1.5,) * 4, "head_latency": 0.1}
-    found = predict(even(4, **heads), 12, schedule="vocab", weighs=True)  # pyright: ignore
-    assert found.seconds == pytest.approx(makespan(orders, times))
-    plain = predict(even(4, **heads), 12, schedule="vocab")  # pyright: ignore
-    assert found.most_held == tuple(held + 1 for held in plain.most_held)
-    assert found.schedule.weighs and not plain.schedule.weighs
+def test_passes_of_the_planned_order_start_as_soon_as_they_can(embeds: bool, weighs: bool) -> None:
+    rows = (0.05,) * 4 if embeds else ()
+    times = even(4, statistics=(0.5,) * 4, gradients=(1.5,) * 4, embedding=rows, head_latency=0.1)
+    found = predict(times, 12, schedule="vocab", weighs=weighs)
+    every = [(rank, span) for rank, spans in enumerate(found.timeline.ranks) for span in spans]
+    ends = {(rank, span.task): span.end for rank, span in every}
+    free = [0.0] * 4
+    for rank, (task, start, end) in every:
+        waits = waits_of(rank, task.kind, embeds=embeds, weighs=weighs)
+        before = [ends[peer, Task(kind, task.microbatch)] for peer, kind in waits]
+        # Collectives take a while, and sends of a stage none here.
+        is_sent = (task.kind == "F" and rank) or (task.kind == "B" and rank < 3)
+        ready = max(before, default=0.0) + (0.0 if is_sent or not before else 0.1)
+        assert start == pytest.approx(max(free[rank], ready))
+        free[rank] = end
+    # U may wait for a pass of the last rank, for which each rank holds one microbatch more.
+    assert found.most_held == tuple(held + weighs for held in (6, 5, 4, 3))
+    # The order knows of no latency: each microbatch may wait for one, or for two with U.
+    assert found.closed_form is not None
+    assert found.seconds <= found.closed_form + 12 * 0.1 * (1 + weighs)
+    assert found.schedule.weighs is weighs
 
 
 def test_latency_is_on_the_way_between_ranks_alone() -> None:
