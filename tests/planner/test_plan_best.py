@@ -126,19 +126,8 @@ def test_embedding_and_head_may_have_a_stage_each(
 
 def test_an_even_layout_is_not_left_for_a_slower_one() -> None:
     """Whose ranks have less to do, of three microbatches a rank and four stages each."""
-    job = Job(
-        sequence=2048,
-        microbatch=2,
-        microbatches=12,
-        tp=2,
-        pp=4,
-        chunks=4,
-        dp=2,
-        distributed_optimizer=True,
-        loss="filtered",
-        vocab_over="pp-tp",
-        schedule="interleaved",
-        software=SOFTWARE["megatron-local"],
-    )
+    job = Job(sequence=2048, microbatch=2, microbatches=12, tp=2, pp=4, dp=2, loss="filtered")
+    job = replace(job, chunks=4, vocab_over="pp-tp", schedule="interleaved")
+    job = replace(job, distributed_optimizer=True, software=SOFTWARE["megatron-local"])
     model, h100 = find_model("GPT Neo (1.3B)"), HARDWARE["h100"]
     assert best_plan(model, job, h100).seconds <= make_plan(model, job, h100).seconds

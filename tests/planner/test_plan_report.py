@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cce_dist.planner.cost.job import SOFTWARE, Job
-from cce_dist.planner.flags import megatron_flags, patch_flags
+from cce_dist.planner.flags import megatron_flags
 from cce_dist.planner.models.presets import MODELS, find_model
 from cce_dist.planner.plan import make_plan
 from cce_dist.planner.report import describe
@@ -80,33 +80,6 @@ def test_no_verdict_says_yes_to_what_does_not_fit() -> None:
     assert pays.verdict.startswith("no: neither fits, ") and pays.verdict.endswith(", of 18.4")
     fits = make_plan(GEMMA, PIPE, H200)
     assert verdict_on(fits, pays.last).startswith("yes: it fits")
-
-
-def test_patch_flags() -> None:
-    assert patch_flags(PIPE) == []
-    assert patch_flags(replace(PIPE, loss="exact")) == ["-m megatron_patch", "--gradient exact"]
-    over = replace(PIPE, loss="filtered", vocab_over="pp-tp", tp=2)
-    assert patch_flags(over)[1:] == ["--gradient filtered", "--vocab-over-pipeline true"]
-    assert "--bf16" in megatron_flags(LLAMA, over, (8, 8, 8, 8))
-    odd = replace(over, pp=3)
-    assert "--make-vocab-size-divisible-by 384" in megatron_flags(GPT2, odd, (4, 4, 4))
-    for job, has in ((PIPE, False), (replace(PIPE, gradients="bf16"), True)):
-        assert ("--grad-reduce-in-bf16" in megatron_flags(LLAMA, job, (8, 8, 8, 8))) is has
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"loss": "exact", "vocab_over": "pp", "tp": 2}, "'pp-tp' in megatron_patch with tp > 1"),
-        ({"loss": "exact", "vocab_over": "pp", "pp": 1}, "pp must be >= 2 in megatron_patch"),
-        ({"chunks": 2, "microbatches": 10}, "multiple of pp, 4, under Megatron's .* got 10"),
-        ({"loss": "chunked"}, "loss must be 'dense' or 'native' in Megatron, .* got 'chunked'"),
-        ({"precision": "bf16"}, "precision must be 'mixed' in Megatron, .* got 'bf16'"),
-    ],
-)
-def test_what_megatron_has_not(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        megatron_flags(LLAMA, replace(PIPE, **values), (8, 8, 8, 8))
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])

@@ -67,6 +67,8 @@ TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 SMALL_LLAMA = config_of("llama", 1000, 4, 64, 160, 8, 2) | UNTIED
 LLAMA = config_of("llama", 128256, 32, 4096, 14336, 32, 8) | UNTIED
 MISTRAL = LLAMA | {"model_type": "mistral", "vocab_size": 32000, "sliding_window": 4096}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "vocab_size": 32000}
+MIXTRAL |= {"num_local_experts": 8, "num_experts_per_tok": 2}
 # As it is on the hub, with what transformers has written beside it.
 LLAMA_31: dict[str, Any] = LLAMA | {
     "_name_or_path": "somewhere",
@@ -97,6 +99,7 @@ SMOLLM2 = (
 QWEN25 = config_of("qwen2", 151936, 24, 896, 4864, 14, 2) | TIED
 QWEN25 |= {"max_position_embeddings": 32768, "max_window_layers": 24, "sliding_window": 32768}
 QWEN25 |= {"use_mrope": False, "use_sliding_window": False}
+PHI3 = config_of("phi3", 32064, 40, 5120, 17920, 40, 10, sliding_window=2047)
 PHI4_MINI = config_of("phi3", 200064, 32, 3072, 8192, 24, 8, sliding_window=262144) | TIED
 PHI4_MINI |= dict.fromkeys(("attention_bias", "lm_head_bias", "mlp_bias"), False)
 PHI4_MINI |= {"partial_rotary_factor": 0.75, "resid_pdrop": 0.0}
@@ -104,6 +107,7 @@ QWEN2 = config_of("qwen2", 152064, 28, 3584, 18944, 28, 4, sliding_window=131072
 QWEN3 = LLAMA | {"model_type": "qwen3", "num_hidden_layers": 36, "vocab_size": 151936}
 QWEN3_MOE = config_of("qwen3_moe", 151936, 48, 2048, 6144, 32, 4, head_dim=128) | UNTIED
 QWEN3_MOE |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+QWEN3_MOE |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
 QWEN2_MOE = config_of("qwen2_moe", 151936, 24, 2048, 5632, 16, 16, sliding_window=32768) | UNTIED
 QWEN2_MOE |= {"moe_intermediate_size": 1408, "num_experts": 60, "num_experts_per_tok": 4}
 QWEN2_MOE |= {"shared_expert_intermediate_size": 5632, "max_window_layers": 21}
@@ -119,6 +123,7 @@ DEEPSEEK |= {"num_experts_per_tok": 8, "first_k_dense_replace": 3, "moe_layer_fr
 DEEPSEEK |= {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128}
 DEEPSEEK |= {"qk_rope_head_dim": 64, "v_head_dim": 128, "attention_bias": False}
 DEEPSEEK |= {"num_nextn_predict_layers": 1}
+GEMMA2 = config_of("gemma2", 256000, 26, 2304, 9216, 8, 4, head_dim=256, sliding_window=4096)
 GEMMA3 = config_of("gemma3_text", 262144, 26, 1152, 6912, 4, 1, head_dim=256, sliding_window=512)
 GEMMA3 |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 GEMMA3 |= {"query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "sliding_window_pattern": 6}
@@ -164,29 +169,15 @@ VOXTRAL = config_of("llama", 131072, 30, 3072, 8192, 32, 8, head_dim=128)
 FILES: dict[str, tuple[dict[str, Any], int]] = {
     "llama": (LLAMA, 8_030_261_248),
     "llama 3.1": (LLAMA_31, 8_030_261_248),
-    "gemma2": (
-        config_of("gemma2", 256000, 26, 2304, 9216, 8, 4, head_dim=256, sliding_window=4096),
-        2_614_341_888,
-    ),
+    "gemma2": (GEMMA2, 2_614_341_888),
     "gemma": (config_of("gemma", 256000, 18, 2048, 16384, 8, 1), 2_506_172_416),
     "mistral": (MISTRAL, 7_241_732_096),
-    "mixtral": (
-        LLAMA
-        | {"model_type": "mixtral", "vocab_size": 32000}
-        | {"num_local_experts": 8, "num_experts_per_tok": 2},
-        46_702_792_704,
-    ),
+    "mixtral": (MIXTRAL, 46_702_792_704),
     "qwen2": (QWEN2 | {"use_sliding_window": False}, 7_615_616_512),
     "qwen3": (QWEN3 | {"intermediate_size": 12288, "head_dim": 128}, 8_190_735_360),
-    "qwen3_moe": (
-        QWEN3_MOE | {"decoder_sparse_step": 1, "mlp_only_layers": []},
-        30_532_122_624,
-    ),
+    "qwen3_moe": (QWEN3_MOE, 30_532_122_624),
     "phi": (config_of("phi", 51200, 24, 2048, 8192, 32, None), 1_418_270_720),
-    "phi3": (
-        config_of("phi3", 32064, 40, 5120, 17920, 40, 10, sliding_window=2047),
-        13_960_238_080,
-    ),
+    "phi3": (PHI3, 13_960_238_080),
     "gpt2": (GPT2, 124_439_808),
     "gpt_neo": (GPT_NEO, 1_315_575_808),
     "gpt_neox": (config_of("gpt_neox", 50304, 16, 2048, 8192, 8, None) | UNTIED, 1_011_781_632),

@@ -23,6 +23,7 @@ from tests.planner.models.plan_configs import FILES, FULL, LINEAR, NOT_USED, SLI
 H200 = HARDWARE["h200"]
 BIASES = {"attention_bias": True}
 BOTH_BIASES = {"attention_bias": True, "mlp_bias": True}
+PARALLEL = {"use_parallel_residual": True, "qk_layernorm": True}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 SMALL_LINEAR = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "head_dim": 16}
 SMALL_LINEAR |= {"linear_num_value_heads": 4, "linear_value_head_dim": 24}
@@ -49,11 +50,7 @@ SHORT: dict[str, tuple[dict[str, Any], int, int]] = {
     "stablelm": ({}, 292_992, 11_534_336),
     "stablelm biases": ({"use_qkv_bias": True}, 293_376, 11_534_336),
     # One norm of a layer, and those of queries and keys by head.
-    "stablelm parallel": (
-        {"use_parallel_residual": True, "qk_layernorm": True},
-        292_800,
-        11_534_336,
-    ),
+    "stablelm parallel": (PARALLEL, 292_800, 11_534_336),
     # The shared expert is no whole number of the others, then two of them.
     "qwen2_moe": (EXPERTS | {"shared_expert_intermediate_size": 80}, 454_336, 12_435_456),
     "qwen2_moe plain": (

@@ -46,46 +46,41 @@ def in_torch(actions: list[Any], ranks: int, *, is_v: bool = False) -> list[Task
     return found
 
 
+def theirs(name: str, rank: int, ranks: int, microbatches: int, **others: int) -> list[Task]:
+    """A rank's order by a schedule of torch."""
+    itself = types.SimpleNamespace(
+        pp_group_size=ranks, _n_microbatches=microbatches, num_stages=2 * ranks, **others
+    )
+    actions = getattr(torch_schedules, name)._calculate_single_rank_operations(itself, rank)
+    return in_torch(actions, ranks, is_v="ZBV" in name)
+
+
 @pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 10, 3)])
 def test_interleaved_is_torchs(ranks: int, microbatches: int, chunks: int) -> None:
-    rounds = max(1, microbatches // ranks)
-    itself = types.SimpleNamespace(
-        pp_group_size=ranks,
-        n_local_stages=chunks,
-        microbatches_per_round=microbatches // rounds,
-        _n_microbatches=microbatches,
-    )
+    each_round = microbatches // max(1, microbatches // ranks)
+    sizes = {"n_local_stages": chunks, "microbatches_per_round": each_round}
     made = make_schedule("interleaved", ranks, microbatches, chunks=chunks, framework="torch")
     for rank in range(ranks):
-        theirs = torch_schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations(
-            itself,  # pyright: ignore
-            rank,
-        )
-        assert list(made.orders[rank]) == in_torch(theirs, ranks)  # pyright: ignore
+        order = theirs("ScheduleInterleaved1F1B", rank, ranks, microbatches, **sizes)
+        assert list(made.orders[rank]) == order
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 8), (4, 3), (4, 16)])
 def test_zbv_is_torchs(ranks: int, microbatches: int) -> None:
-    itself = types.SimpleNamespace(
-        pp_group_size=ranks, num_stages=2 * ranks, _n_microbatches=microbatches
-    )
     made = make_schedule("zbv", ranks, microbatches, chunks=2)
     for rank in range(ranks):
-        theirs = torch_schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations(
-            itself,  # pyright: ignore
-            rank,
-        )
-        assert list(made.orders[rank]) == in_torch(theirs, ranks, is_v=True)  # pyright: ignore
+        order = theirs("ScheduleZBVZeroBubble", rank, ranks, microbatches)
+        assert list(made.orders[rank]) == order
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(2, 4, 2), (4, 8, 3), (4, 4, 2)])
 def test_interleaved_is_megatrons(ranks: int, microbatches: int, chunks: int) -> None:
     pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
-    theirs = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
-    if not hasattr(theirs, "get_schedule_table"):
+    megatrons = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    if not hasattr(megatrons, "get_schedule_table"):
         pytest.skip("this Megatron has no table of its schedule")
-    table = theirs.get_schedule_table(microbatches, chunks, ranks)
+    table = megatrons.get_schedule_table(microbatches, chunks, ranks)
     made = make_schedule("interleaved", ranks, microbatches, chunks=chunks)
     for rank, order in enumerate(made.orders):
         forwards = [(task.microbatch, task.chunk) for task in order if task.kind == "F"]
@@ -280,7 +275,7 @@ def test_bad_schedules_are_refused(arguments: dict[str, object], message: str) -
     values = {"ranks": 4, "microbatches": 8} | arguments
     name, ranks, count = values.pop("name"), values.pop("ranks"), values.pop("microbatches")
     with pytest.raises(ValueError, match=message):
-        make_schedule(name, ranks, count, **values)  # pyright: ignore
+        make_schedule(name, ranks, count, **values)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +291,7 @@ def test_bad_schedules_are_refused(arguments: dict[str, object], message: str) -
 )
 def test_bad_times_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        StageTimes(**({"forward": (1.0, 1.0), "backward": (2.0, 2.0)} | values))  # pyright: ignore
+        StageTimes(**({"forward": (1.0, 1.0), "backward": (2.0, 2.0)} | values))
 
 
 def test_which_head_times_belong_together() -> None:
@@ -304,9 +299,9 @@ def test_which_head_times_belong_together() -> None:
         predict(even(2), 4, schedule="vocab")
     for schedule in ("vocab", "1f1b"):
         with pytest.raises(ValueError, match="must both be given"):
-            predict(even(2, statistics=(1.0, 1.0)), 4, schedule=schedule)  # pyright: ignore
+            predict(even(2, statistics=(1.0, 1.0)), 4, schedule=schedule)
     with pytest.raises(ValueError, match="embedding must be given with statistics and gradients"):
-        predict(even(2, embedding=(1.0, 1.0)), 4)  # pyright: ignore
+        predict(even(2, embedding=(1.0, 1.0)), 4)
     with pytest.raises(ValueError, match="chunks must divide the number of stages, 3, got 2"):
         predict(even(3), 4, schedule="interleaved", chunks=2)
 
