@@ -151,10 +151,10 @@ def test_the_plain_install_works_or_names_the_extra(
         )
         assert (re.fullmatch(says, output) is not None) == (words in TRAINING), output
     works = {words for words, (code, _) in found.items() if code == 0}
-    assert {"doctor", "plan model", "plan paper", "bench loss", "bench ranks"} <= works
-    plot = [str(environments(CORE).parent / "cce-dist"), "plan", "paper", "--plot", "x.png"]
+    assert {"doctor", "plan model", "plan models", "bench loss", "bench ranks"} <= works
+    plot = [str(environments(CORE).parent / "cce-dist"), "plan", "model", "GPT2", "--plot", "x.png"]
     done = run(plot, cwd=tmp_path, check=False)
-    assert done.returncode == 2 and "`cce-dist plan paper` needs matplotlib" in done.stderr
+    assert done.returncode == 2 and "`cce-dist plan model` needs matplotlib" in done.stderr
 
 
 @pytest.mark.parametrize("extra", ["train", "bench"])

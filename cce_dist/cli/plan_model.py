@@ -15,8 +15,8 @@ from cce_dist.planner.cost.hardware import HARDWARE, Hardware, find_hardware, re
 from cce_dist.planner.cost.job import ATTENTIONS, LOSSES, OVER, SOFTWARE, Job, Software
 from cce_dist.planner.models.huggingface import read_config
 from cce_dist.planner.models.model import Model
-from cce_dist.planner.models.presets import find_model, model_names
-from cce_dist.planner.names import nearest_name
+from cce_dist.planner.models.presets import MODELS, find_model
+from cce_dist.planner.names import nearest_name, read_json
 from cce_dist.planner.orders.measured import predict_file
 from cce_dist.planner.orders.schedules import NAMES
 from cce_dist.planner.plan import Plan, make_plan
@@ -29,14 +29,19 @@ from cce_dist.planner.search import (
     vocab_pays,
 )
 
-from .plan_plot import plot_plan, plot_timeline, require_file, require_picture
+from .plan_plot import plot_plan, plot_timeline, require_picture
 from .plan_tables import show_plan, show_prediction
 
 
-def one_of(*words: str, help: str = "") -> Any:
+def one_of(help: str, *words: str) -> Any:
     """Makes an option whose help lists the words that `Job` allows."""
     # rich takes words in brackets for markup, and leaves them out.
-    return typer.Option(help=f"{help} One of: {', '.join(words)}.".strip(), show_default=True)
+    return typer.Option(help=f"{help} One of: {', '.join(words)}.")
+
+
+def flag(name: str, help: str) -> Any:
+    """Makes an option that has no opposite."""
+    return typer.Option(f"--{name}", help=help)
 
 
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the plan here; - prints it.")]
@@ -88,45 +93,36 @@ def model_command(
     dp: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks, of the dp * cp.")] = 1,
     sequence_parallel: Annotated[
-        bool,
-        typer.Option("--sequence-parallel", help="Split tokens between layers over the tp ranks."),
+        bool, flag("sequence-parallel", "Split tokens between layers over the tp ranks.")
     ] = False,
     distributed_optimizer: Annotated[
-        bool,
-        typer.Option("--distributed-optimizer", help="Split its states over the dp * cp ranks."),
+        bool, flag("distributed-optimizer", "Split its states over the dp * cp ranks.")
     ] = False,
     overlap_data: Annotated[
-        bool,
-        typer.Option("--overlap-data", help="Sum over data-parallel ranks during the passes."),
+        bool, flag("overlap-data", "Sum over data-parallel ranks during the passes.")
     ] = False,
     overlap_tensor: Annotated[
-        bool,
-        typer.Option("--overlap-tensor", help="Tensor-parallel ranks send during products."),
+        bool, flag("overlap-tensor", "Tensor-parallel ranks send during products.")
     ] = False,
-    gradients: Annotated[str, one_of("fp32", "bf16", help="Dtype of their sum.")] = "fp32",
+    gradients: Annotated[str, one_of("Dtype of their sum.", "fp32", "bf16")] = "fp32",
     precision: Annotated[
-        str,
-        one_of("mixed", "bf16", "fp32", help="mixed: fp32 weights and moments beside bf16 ones."),
+        str, one_of("mixed: fp32 weights and moments beside bf16 ones.", "mixed", "bf16", "fp32")
     ] = "mixed",
     recompute: Annotated[
-        str, one_of("none", "selective", "full", help="Selective: attention's scores.")
+        str, one_of("Selective: attention's scores.", "none", "selective", "full")
     ] = "none",
     attention: Annotated[
-        str, one_of(*ATTENTIONS, help="auto: cudnn with --software megatron, else flash.")
+        str, one_of("auto: cudnn with --software megatron, else flash.", *ATTENTIONS)
     ] = "auto",
-    dropout: Annotated[bool, typer.Option("--dropout", help="Dropout as in GPT-3.")] = False,
-    loss: Annotated[str, one_of(*LOSSES, help="exact and filtered are ours.")] = "native",
+    dropout: Annotated[bool, flag("dropout", "Dropout as in GPT-3.")] = False,
+    loss: Annotated[str, one_of("exact and filtered are ours.", *LOSSES)] = "native",
     vocab_over: Annotated[
-        str,
-        one_of(*OVER, help="Holders of the vocabulary: the last stage, or all pp ranks (ours)."),
+        str, one_of("Holders of the vocabulary: the last stage, or all pp ranks (ours).", *OVER)
     ] = "last",
     schedule: Annotated[
-        str,
-        one_of(
-            "auto", *NAMES, help="auto: 1f1b, interleaved with chunks, vocab with --vocab-over."
-        ),
+        str, one_of("auto: 1f1b, interleaved with chunks, vocab with --vocab-over.", "auto", *NAMES)
     ] = "auto",
-    software: Annotated[str, one_of(*SOFTWARE, help="Whose kernels.")] = "megatron",
+    software: Annotated[str, one_of("Whose kernels.", *SOFTWARE)] = "megatron",
     kept_columns: Annotated[
         int, typer.Option(help="Columns that filtered computes again for a block of 128 tokens.")
     ] = 6000,
@@ -134,36 +130,15 @@ def model_command(
     plot_path: PlotPath = None,
 ) -> None:
     """Time and memory of a training step, stage by stage, and a layout of its layers."""
+    options = dict(locals())  # by name, for those that are fields of `Job`
     with refusals():
-        require_file("json", json_path)
+        if json_path is not None and json_path.is_dir():
+            raise ValueError(f"json must be a file, got the folder {json_path}")
         require_picture(plot_path)
         model, notes = _model(name, layers)
         numbers, kernels = _numbers(hardware, software, number or [])
-        job = Job(
-            sequence=sequence,
-            microbatch=microbatch,
-            microbatches=microbatches,
-            tp=tp,
-            pp=pp,
-            chunks=chunks,
-            cp=cp,
-            dp=dp,
-            ep=ep,
-            sequence_parallel=sequence_parallel,
-            distributed_optimizer=distributed_optimizer,
-            overlap_data=overlap_data,
-            overlap_tensor=overlap_tensor,
-            gradients=gradients,
-            precision=precision,
-            recompute=recompute,
-            attention=attention,
-            dropout=dropout,
-            loss=loss,
-            vocab_over=vocab_over,
-            schedule=schedule,
-            kept_columns=kept_columns,
-            software=kernels,
-        )
+        options["software"] = kernels
+        job = Job(**{key: options[key] for key in Job.__dataclass_fields__})
         best = best_plan(model, job, numbers) if layout is None else None
         plan = best or make_plan(model, job, numbers, _layout(layout or ""))
         pays = vocab_pays(model, job, numbers, best=best)
@@ -187,18 +162,16 @@ def _advice(plan: Plan, *, is_asked: bool) -> str:
 
 
 def _hand_over(
-    plan: Plan,
-    report: dict[str, Any],
-    json_path: Path | None,
-    plot_path: Path | None,
+    plan: Plan, report: dict[str, Any], json_path: Path | None, plot_path: Path | None
 ) -> None:
-    if json_path is not None and str(json_path) == "-":
-        typer.echo(json.dumps(report, indent=1))
+    text = json.dumps(report, indent=1)
+    if str(json_path) == "-":
+        typer.echo(text)
     else:
         show_plan(plan, report)
         if json_path is not None:
             json_path.parent.mkdir(parents=True, exist_ok=True)
-            json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            json_path.write_text(text + "\n", encoding="utf-8")
     if plot_path is not None:
         plot_plan(plan, plot_path)
 
@@ -251,10 +224,7 @@ def _hardware(name: str) -> dict[str, Any]:
     """Reads a preset's numbers, or a file's."""
     if not Path(name).is_file():
         return dict(vars(find_hardware(name)))
-    try:
-        values = json.loads(Path(name).read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"hardware must be a readable JSON file, got {name}: {error}") from None
+    values = read_json(Path(name), "hardware must be a readable JSON file")
     if not isinstance(values, dict):
         raise ValueError(f"hardware must be an object, got {type(values).__name__}")
     missing = [key for key in ("flops", "memory", "hbm", "nvlink") if key not in values]
@@ -277,13 +247,13 @@ def _layout(text: str) -> list[int]:
 
 def models_command() -> None:
     """Names of the presets, and how many parameters they have."""
-    for name in model_names():
-        typer.echo(f"{name:16} {find_model(name).parameters:>16,}")
+    for name, model in MODELS.items():
+        typer.echo(f"{name:16} {model.parameters:>16,}")
 
 
 def times_command(
     path: Annotated[Path, typer.Argument(help="JSON: forward, backward, microbatches, ...")],
-    schedule: Annotated[str | None, one_of(*NAMES, help="Instead of the file's.")] = None,
+    schedule: Annotated[str | None, one_of("Instead of the file's.", *NAMES)] = None,
     microbatches: Annotated[int | None, typer.Option(help="Instead of the file's.")] = None,
     plot_path: PlotPath = None,
 ) -> None:

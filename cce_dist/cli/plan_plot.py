@@ -50,16 +50,6 @@ def require_picture(path: Path | None) -> None:
         raise ValueError(f"plot must end with one of {', '.join(SUFFIXES)}, got {path}")
 
 
-def require_file(name: str, path: Path | None) -> None:
-    """Checks a file's path before anything is computed.
-
-    Raises:
-        ValueError: the path is a folder.
-    """
-    if path is not None and path.is_dir():
-        raise ValueError(f"{name} must be a file, got the folder {path}")
-
-
 def plot_plan(plan: Plan, path: Path) -> None:
     figure = _figure(len(plan.ranks), rows=2)
     memory, lanes = figure.subplots(2, 1)
@@ -68,8 +58,9 @@ def plot_plan(plan: Plan, path: Path) -> None:
         sizes = [getattr(rank.memory, kind) / GIB for rank in plan.ranks]
         memory.barh(range(len(sizes)), sizes, left=left, color=colour, label=kind)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    room = plan.hardware.usable * plan.hardware.memory / GIB
-    memory.axvline(room, color="black", linestyle="--", linewidth=1, label="usable")
+    memory.axvline(
+        plan.hardware.room / GIB, color="black", linestyle="--", linewidth=1, label="usable"
+    )
     memory.set(xlabel="GiB at the peak")
     _name_ranks(memory, len(left))
     memory.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
@@ -106,13 +97,11 @@ def _draw(axes: Any, prediction: Prediction, *, unit: str, scale: float) -> None
     """Draws a lane for each rank; a rank's second stage is drawn lower in its lane."""
     chunks = prediction.schedule.chunks
     height = 0.9 / chunks
-    many = max(map(len, prediction.schedule.orders)) > MANY_TASKS
-    # Without edges and snapping, a task that is narrower than a pixel fills its share of it.
     edges: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.3}
-    if many:
+    if max(map(len, prediction.schedule.orders)) > MANY_TASKS:
+        # Without edges and snapping, a task that is narrower than a pixel fills its share of it.
         edges = {"linewidth": 0, "snap": False}
     for kind, (label, colour) in TASKS.items():
-        drawn = False
         for rank, spans in enumerate(prediction.timeline.ranks):
             for chunk in range(chunks):
                 bars = [
@@ -121,14 +110,9 @@ def _draw(axes: Any, prediction: Prediction, *, unit: str, scale: float) -> None
                     if span.task.kind == kind and span.task.chunk == chunk
                 ]
                 if bars:
-                    axes.broken_barh(
-                        bars,
-                        (rank - 0.45 + chunk * height, height),
-                        facecolors=colour,
-                        label=None if drawn else label,
-                        **edges,
-                    )
-                    drawn = True
+                    lane = (rank - 0.45 + chunk * height, height)
+                    axes.broken_barh(bars, lane, facecolors=colour, label=label, **edges)
+                    label = None  # one entry of the legend
     axes.set(xlabel=unit)
     axes.set_xlim(0, scale * prediction.seconds)
     _name_ranks(axes, len(prediction.busy))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from cce_dist.planner.cost.hardware import GIB
@@ -22,19 +23,20 @@ def show_plan(plan: Plan, report: dict[str, Any]) -> None:
     from rich.console import Console
 
     console, ranks = Console(), report["ranks"]
-    console.print(title_of(plan), markup=False, highlight=False, soft_wrap=True)
-    console.print(_table("of one microbatch, ms", TIMES, [_times(rank) for rank in ranks]))
-    rows = [[str(rank["rank"]), *_memory(rank)] for rank in ranks]
-    console.print(_table("GiB at the peak", ("rank", *MEMORY), rows))
-    for line in lines_of(plan, report):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    show(_title(plan))
+    console.print(_table(TIMES, _ends(list(map(_times, ranks))), caption="of one microbatch, ms"))
+    rows = [[str(rank["rank"]), *map(_gib, rank["memory_bytes"].values())] for rank in ranks]
+    console.print(_table(("rank", *MEMORY), _ends(rows), caption="GiB at the peak"))
+    for line in _lines(plan, report):
+        show(line)
 
 
-def title_of(plan: Plan) -> str:
+def _title(plan: Plan) -> str:
     job = plan.job
-    names = {"tp": job.tp, "pp": job.pp, "cp": job.cp, "dp": job.dp, "ep": job.ep}
-    ranks = "".join(f" {name} {value}" for name, value in names.items() if value > 1)
-    over = "" if job.vocab_over == "last" else f" over {job.vocab_over}"
+    names = [name for name in ("tp", "pp", "cp", "dp", "ep") if getattr(job, name) > 1]
+    ranks = "".join(f" {name} {getattr(job, name)}" for name in names)
+    over = f" over {job.vocab_over}" if job.is_over_ranks else ""
     return (
         f"{job.gpus} GPU{'s' * (job.gpus > 1)}{ranks}: {job.microbatches} "
         f"microbatch{'es' * (job.microbatches > 1)} of {job.microbatch} x {job.sequence} tokens, "
@@ -42,19 +44,22 @@ def title_of(plan: Plan) -> str:
     )
 
 
-def _table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+def _table(
+    columns: Sequence[str], rows: Sequence[list[str]], *, title: str = "", caption: str = ""
+) -> Any:
     from rich.table import Table
 
-    table = Table(caption=caption)
+    table = Table(title=title, caption=caption)
     for column in columns:
         table.add_column(column, justify="right")
-    for index, row in enumerate(rows):
-        if len(rows) > 2 * SHOWN and SHOWN <= index < len(rows) - SHOWN:
-            if index == SHOWN:
-                table.add_row("...", *[""] * (len(columns) - 1))
-            continue
+    for row in rows:
         table.add_row(*row)
     return table
+
+
+def _ends(rows: list[list[str]]) -> list[list[str]]:
+    """Leaves out the middle of a long list."""
+    return rows if len(rows) <= 2 * SHOWN else [*rows[:SHOWN], ["..."], *rows[-SHOWN:]]
 
 
 def _times(rank: dict[str, Any]) -> list[str]:
@@ -70,13 +75,11 @@ def _times(rank: dict[str, Any]) -> list[str]:
     ]
 
 
-def _memory(rank: dict[str, Any]) -> list[str]:
-    memory = rank["memory_bytes"]
-    kinds = ("weights", "gradients", "optimizer", "activations", "head", "working", "buffers")
-    return [f"{memory[kind] / GIB:.1f}" for kind in (*kinds, "total")]
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}"
 
 
-def lines_of(plan: Plan, report: dict[str, Any]) -> list[str]:
+def _lines(plan: Plan, report: dict[str, Any]) -> list[str]:
     closed = plan.prediction.closed_form
     formula = f", {1e3 * closed:.1f} by formula" if closed is not None else ""
     largest, mine = report["largest_microbatch"], report["largest_microbatch_of_layout"]
@@ -87,8 +90,8 @@ def lines_of(plan: Plan, report: dict[str, Any]) -> list[str]:
         f"tokens/s: {plan.tokens_per_second:,.0f}; of the GPUs' FLOPs: {plan.utilization:.1%}; "
         f"bubble: {plan.prediction.bubble:.1%}",
         f"binds: {plan.binds}",
-        f"memory: {plan.peak / GIB:.1f} GiB of {report['usable_bytes'] / GIB:.1f}; largest "
-        f"microbatch: {largest}{other}",
+        f"memory: {_gib(plan.peak)} GiB of {_gib(plan.hardware.room)}; largest microbatch: "
+        f"{largest}{other}",
     ]
     rows = report["head_rows"]
     if rows["padded"] > rows["model"]:
@@ -119,16 +122,12 @@ def lines_of(plan: Plan, report: dict[str, Any]) -> list[str]:
 def show_prediction(prediction: Prediction) -> None:
     """Shows the prediction from measured times, in their unit."""
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(
-        title=f"{prediction.schedule.name}, {prediction.schedule.microbatches} microbatches"
-    )
-    for column in ("rank", "busy", "waits", "in flight"):
-        table.add_column(column, justify="right")
-    for rank, busy in enumerate(prediction.busy):
-        waits, held = prediction.seconds - busy, prediction.most_held[rank]
-        table.add_row(str(rank), f"{busy:.6g}", f"{waits:.6g}", f"{held:g}")
-    Console().print(table)
+    title = f"{prediction.schedule.name}, {prediction.schedule.microbatches} microbatches"
+    rows = [
+        [str(rank), f"{busy:.6g}", f"{prediction.seconds - busy:.6g}", f"{held:g}"]
+        for rank, (busy, held) in enumerate(zip(prediction.busy, prediction.most_held, strict=True))
+    ]
+    Console().print(_table(("rank", "busy", "waits", "in flight"), rows, title=title))
     formula = "" if prediction.closed_form is None else f", {prediction.closed_form:.6g} by formula"
     Console().print(f"step: {prediction.seconds:.6g}{formula}; bubble: {prediction.bubble:.1%}")

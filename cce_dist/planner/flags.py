@@ -45,47 +45,32 @@ def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
         f"--global-batch-size {job.microbatch * job.microbatches * job.dp}",
         f"--tensor-model-parallel-size {job.tp}",
         f"--pipeline-model-parallel-size {job.pp}",
+        "--bf16",
     ]
-    if job.precision == "mixed":
-        flags.append("--bf16")
-        if job.gradients == "bf16":
-            flags.append("--grad-reduce-in-bf16")
-    if job.cp > 1:
-        flags.append(f"--context-parallel-size {job.cp}")
-    if job.ep > 1:
-        flags.append(f"--expert-model-parallel-size {job.ep}")
-    # Megatron warns about sequence parallelism with one rank.
-    if job.sequence_parallel and job.tp > 1:
-        flags.append("--sequence-parallel")
-    if job.distributed_optimizer:
-        flags.append("--use-distributed-optimizer")
-    if job.overlap_data:
-        flags.append("--overlap-grad-reduce")
-        if job.distributed_optimizer:
-            flags.append("--overlap-param-gather")
-    if job.overlap_tensor:
-        flags.append("--tp-comm-overlap")
-    if job.attention != "auto":
-        flags.append(f"--attention-backend {BACKENDS.get(job.attention, job.attention)}")
-    if not job.dropout:
-        # Megatron's defaults are 0.1.
-        flags += ["--attention-dropout 0", "--hidden-dropout 0"]
-    if job.recompute == "full":
-        flags += [
-            "--recompute-granularity full",
-            "--recompute-method uniform",
-            "--recompute-num-layers 1",
-        ]
-    elif job.recompute == "selective":
-        flags.append("--recompute-granularity selective")
-    if job.loss == "native":
-        flags.append("--cross-entropy-loss-fusion")
-    if not model.tied:
-        flags.append("--untie-embeddings-and-output-weights")
     divisible_by = job.rows_divisible_by(model.num_rows)
-    if divisible_by != MEGATRON_ROWS:
-        flags.append(f"--make-vocab-size-divisible-by {divisible_by}")
-    return flags + layout_flags(job, layout)
+    backend = BACKENDS.get(job.attention, job.attention)
+    optional = (
+        ("--grad-reduce-in-bf16", job.gradients == "bf16"),
+        (f"--context-parallel-size {job.cp}", job.cp > 1),
+        (f"--expert-model-parallel-size {job.ep}", job.ep > 1),
+        # Megatron warns about sequence parallelism with one rank.
+        ("--sequence-parallel", job.sequence_parallel and job.tp > 1),
+        ("--use-distributed-optimizer", job.distributed_optimizer),
+        ("--overlap-grad-reduce", job.overlap_data),
+        ("--overlap-param-gather", job.overlap_data and job.distributed_optimizer),
+        ("--tp-comm-overlap", job.overlap_tensor),
+        (f"--attention-backend {backend}", job.attention != "auto"),
+        # Megatron's defaults are 0.1.
+        ("--attention-dropout 0", not job.dropout),
+        ("--hidden-dropout 0", not job.dropout),
+        (f"--recompute-granularity {job.recompute}", job.recompute != "none"),
+        ("--recompute-method uniform", job.recompute == "full"),
+        ("--recompute-num-layers 1", job.recompute == "full"),
+        ("--cross-entropy-loss-fusion", job.loss == "native"),
+        ("--untie-embeddings-and-output-weights", not model.tied),
+        (f"--make-vocab-size-divisible-by {divisible_by}", divisible_by != MEGATRON_ROWS),
+    )
+    return flags + [flag for flag, holds in optional if holds] + layout_flags(job, layout)
 
 
 def patch_flags(job: Job) -> list[str]:

@@ -27,7 +27,7 @@ def best_layout(costs: Costs, schedule: Schedule) -> Plan:
     """
     estimates = LayoutEstimates(costs, schedule)
     needs = {layout: peak_of(costs, schedule, layout) for layout in _starts(estimates)}
-    fitting = [layout for layout, need in needs.items() if need <= estimates.room]
+    fitting = [layout for layout, need in needs.items() if need <= costs.hardware.room]
     if not fitting:
         return plan_layout(costs, schedule, min(needs, key=lambda layout: needs[layout]))
     starts = set(fitting)
@@ -46,7 +46,7 @@ def best_layout(costs: Costs, schedule: Schedule) -> Plan:
 def fits_somehow(costs: Costs, schedule: Schedule) -> bool:
     """Returns True if `best_layout` finds a layout that fits; nothing is simulated."""
     estimates = LayoutEstimates(costs, schedule)
-    return any(peak_of(costs, schedule, layout) <= estimates.room for layout in _starts(estimates))
+    return any(map(estimates.fits, _starts(estimates)))
 
 
 def peak_of(costs: Costs, schedule: Schedule, layout: Layout) -> float:
@@ -78,11 +78,6 @@ class LayoutEstimates:
     costs: Costs
     schedule: Schedule
 
-    @property
-    def room(self) -> float:
-        """The bytes that tensors of a rank may take."""
-        return self.costs.hardware.usable * self.costs.hardware.memory
-
     @cached_property
     def empty(self) -> list[Stage]:
         """Stages without layers."""
@@ -93,16 +88,9 @@ class LayoutEstimates:
         """The addition of the mean layer to a stage."""
         count = len(self.costs.layers)
         empty, full = self.inner, make_stages(self.costs, [0, count, 0])[1]
-        return replace(
-            full,
-            layers=1,
-            parameters=(full.parameters - empty.parameters) / count,
-            expert_parameters=(full.expert_parameters - empty.expert_parameters) / count,
-            flops=(full.flops - empty.flops) / count,
-            forward=(full.forward - empty.forward) / count,
-            backward=(full.backward - empty.backward) / count,
-            kept=(full.kept - empty.kept) / count,
-        )
+        names = ("parameters", "expert_parameters", "flops", "forward", "backward", "kept")
+        means = {name: (getattr(full, name) - getattr(empty, name)) / count for name in names}
+        return replace(full, layers=1, **means)
 
     @cached_property
     def inner(self) -> Stage:
@@ -123,11 +111,7 @@ class LayoutEstimates:
     @cached_property
     def stages(self) -> list[list[int]]:
         """The stages of each rank."""
-        schedule = self.schedule
-        return [
-            [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
-            for rank in range(schedule.ranks)
-        ]
+        return [self.schedule.stages_of(rank) for rank in range(self.schedule.ranks)]
 
     @cached_property
     def in_flight(self) -> dict[int, int]:
@@ -186,6 +170,9 @@ class LayoutEstimates:
             way[min(mine)] + count * (over + sum(both[s] for s in mine)) for mine in self.stages
         )
 
+    def fits(self, layout: Layout) -> bool:
+        return peak_of(self.costs, self.schedule, layout) <= self.costs.hardware.room
+
     def levelled(self, layout: Layout) -> Layout:
         """Moves layers away from the slowest rank, as long as `loads` gets smaller and the layout
         fits."""
@@ -197,7 +184,7 @@ class LayoutEstimates:
             for loads, candidate in sorted(moved):
                 if loads >= best:
                     return layout
-                if peak_of(self.costs, self.schedule, candidate) <= self.room:
+                if self.fits(candidate):
                     best, layout = loads, candidate
                     break
             else:
@@ -230,7 +217,7 @@ def _improve(
         for least, each in sorted(moved):
             if least >= best.seconds or len(plans) >= most:
                 return
-            if each in plans or peak_of(estimates.costs, estimates.schedule, each) > estimates.room:
+            if each in plans or not estimates.fits(each):
                 continue
             plans[each] = plan_layout(estimates.costs, estimates.schedule, each)
             if _speed_key(plans[each]) < _speed_key(best):
@@ -249,7 +236,7 @@ def balanced_layout(estimates: LayoutEstimates, *, is_thrifty: bool = False) -> 
         is_thrifty: a rank's layers go to its stage with the fewest microbatches in flight.
     """
     layout = [0] * estimates.schedule.stages
-    room, ranks = estimates.room, list(range(estimates.schedule.ranks))
+    room, ranks = estimates.costs.hardware.room, list(range(estimates.schedule.ranks))
     full: set[int] = set()
     takes = [stage.forward + stage.backward for stage in estimates.empty]
 

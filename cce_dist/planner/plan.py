@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal
 
 from cce_dist.planner.cost.hardware import GIB, Hardware
@@ -18,22 +19,15 @@ from cce_dist.planner.orders.vocab_1f1b import Times
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at its peak, by kind.
-
-    Args:
-        activations: those of all microbatches in flight.
-        head: memory that the loss keeps, and that its passes need.
-        working: memory of a layer's backward beyond the head's.
-        buffers: receive buffers, if the framework allocates them for all microbatches at once.
-    """
+    """Bytes of one rank at its peak, by kind."""
 
     weights: float
     gradients: float
     optimizer: float
-    activations: float
-    head: float
-    working: float
-    buffers: float
+    activations: float  # of all microbatches in flight
+    head: float  # that the loss keeps, and that its passes need
+    working: float  # of a layer's backward beyond the head's
+    buffers: float  # to receive, if the framework allocates them for all microbatches at once
 
     @property
     def total(self) -> float:
@@ -42,47 +36,32 @@ class Memory:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The plan of a pipeline rank; FLOPs and seconds are those of a microbatch.
-
-    Args:
-        stages: the rank's stages.
-        repeated: the FLOPs that other tensor-parallel ranks do as well, or that rows of padding
-            cost.
-        head_seconds: the head's forward and backward.
-        in_flight: the most microbatches whose activations it holds at once, counted in chunks.
-        busy: seconds of a step in which it works.
-    """
+    """The plan of a pipeline rank; FLOPs and seconds are those of a microbatch."""
 
     rank: int
     stages: tuple[Stage, ...]
     parameters: float
     flops: float
-    repeated: float
+    repeated: float  # FLOPs that other tensor-parallel ranks do as well, or of rows of padding
     forward: float
     backward: float
-    head_seconds: float
-    in_flight: float
-    busy: float
+    head_seconds: float  # the head's forward and backward
+    in_flight: float  # the most microbatches with activations at once, counted in chunks
+    busy: float  # seconds of a step in which it works
     memory: Memory
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a layout.
-
-    Args:
-        layout: layers of each stage, from the model's first.
-        optimizer_seconds: seconds after the schedule: data-parallel communication and the
-            optimizer.
-    """
+    """The plan of a layout."""
 
     model: Model
     job: Job
     hardware: Hardware
-    layout: tuple[int, ...]
+    layout: tuple[int, ...]  # layers of each stage, from the model's first
     ranks: tuple[RankPlan, ...]
     prediction: Prediction
-    optimizer_seconds: float
+    optimizer_seconds: float  # after the schedule: data-parallel communication, the optimizer
 
     @property
     def seconds(self) -> float:
@@ -102,7 +81,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak <= self.hardware.usable * self.hardware.memory
+        return self.peak <= self.hardware.room
 
     @property
     def utilization(self) -> float:
@@ -120,10 +99,9 @@ class Plan:
         if not self.fits:
             worst = max(self.ranks, key=lambda rank: rank.memory.total)
             largest = max(vars(worst.memory), key=lambda name: getattr(worst.memory, name))
-            room = self.hardware.usable * self.hardware.memory / GIB
             return (
                 f"memory: rank {worst.rank} needs {worst.memory.total / GIB:.1f} GiB of "
-                f"{room:.1f}, most of it {largest}"
+                f"{self.hardware.room / GIB:.1f}, most of it {largest}"
             )
         slowest = max(self.ranks, key=lambda rank: rank.busy)
         mean = sum(rank.busy for rank in self.ranks) / len(self.ranks)
@@ -169,13 +147,11 @@ def schedule_of(costs: Costs) -> Schedule:
 def _times_of_sizes(costs: Costs, layout: Sequence[int]) -> Times:
     """Returns the times by which megatron_patch plans: numbers of parameters, whose products take
     most of the time."""
-    first, largest = 0, 1.0
-    for count in layout:
-        largest = max(largest, sum(costs.parameters[first : first + count]))
-        first += count
+    cuts = zip(accumulate(layout, initial=0), layout, strict=False)
+    largest = max(1.0, *(sum(costs.parameters[first : first + count]) for first, count in cuts))
     head = costs.head_parameters / largest
-    again = costs.job.recompute == "full"
-    return Times(1.0, 3.0 if again else 2.0, statistics=head, gradients=3 * head)
+    backward = 3.0 if costs.job.recompute == "full" else 2.0
+    return Times(1.0, backward, statistics=head, gradients=3 * head)
 
 
 @lru_cache(maxsize=4)
@@ -219,7 +195,7 @@ def plan_layout(costs: Costs, schedule: Schedule, layout: Sequence[int] | None =
 
 
 def stages_of(schedule: Schedule, stages: Sequence[Stage], rank: int) -> tuple[Stage, ...]:
-    return tuple(stages[schedule.stage(rank, chunk)] for chunk in range(schedule.chunks))
+    return tuple(stages[index] for index in schedule.stages_of(rank))
 
 
 def _rank_plan(
@@ -294,12 +270,10 @@ def _buffers(costs: Costs, schedule: Schedule, rank: int) -> float:
     all ranks, the first rank also holds the embedding's rows, and later their gradients.
     """
     job, last = costs.job, schedule.stages - 1
-    split = job.tp if job.sequence_parallel else 1
-    size = job.tokens * costs.model.dim / split
-    mine = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
+    size = job.tokens * costs.model.dim / job.sequence_ranks
     size_in_bytes = 0.0
     if job.software.receives_apart:
-        neighbours = sum((stage > 0) + (stage < last) for stage in mine)
+        neighbours = sum((stage > 0) + (stage < last) for stage in schedule.stages_of(rank))
         size_in_bytes += neighbours * job.microbatches * job.hidden_bytes * size
     if job.is_served and costs.is_embedding_shared and rank == 0:
         # Microbatches in flight have used their rows, and have no gradient of the rows yet.

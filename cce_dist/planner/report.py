@@ -34,10 +34,7 @@ def describe(
     except ValueError as error:
         flags, notes = None, (*notes, str(error))
     if job.is_over_ranks and job.pp == 1:
-        notes = (
-            *notes,
-            f"vocab_over {job.vocab_over}: there is only one pipeline rank",
-        )
+        notes = (*notes, f"vocab_over {job.vocab_over}: there is only one pipeline rank")
     report: dict[str, Any] = {
         "model": asdict(model) | {"parameters": model.parameters},
         "job": asdict(job) | {"gpus": job.gpus, "schedule": job.schedule_name},
@@ -58,7 +55,7 @@ def describe(
         "binds": plan.binds,
         "fits": plan.fits,
         "peak_bytes": plan.peak,
-        "usable_bytes": plan.hardware.usable * plan.hardware.memory,
+        "usable_bytes": plan.hardware.room,
         "largest_microbatch": largest,
         "largest_microbatch_of_layout": largest if largest_of_layout is None else largest_of_layout,
         "ranks": [describe_rank(rank) for rank in plan.ranks],

@@ -30,12 +30,10 @@ def best_plan(model: Model, job: Job, hardware: Hardware) -> Plan:
 
 def largest_microbatch(plan: Plan) -> int:
     """Returns the sequences of the largest microbatch with which this layout fits; 0: none fits."""
-    room = plan.hardware.usable * plan.hardware.memory
-    schedule = plan.prediction.schedule
 
     def fits(count: int) -> bool:
         costs = costs_of(plan.model, replace(plan.job, microbatch=count), plan.hardware)
-        return peak_of(costs, schedule, plan.layout) <= room
+        return peak_of(costs, plan.prediction.schedule, plan.layout) <= plan.hardware.room
 
     return _largest(fits, _least_microbatch(plan.job))
 
@@ -90,20 +88,14 @@ def _largest(fits: Callable[[int], bool], step: int, below: int | None = None) -
 
 @dataclass(frozen=True)
 class Pays:
-    """A comparison of two places of the same loss: the last stage, and all pipeline ranks.
+    """A comparison of two places of the same loss: the last stage, and all pipeline ranks."""
 
-    Args:
-        last: the best plan with the loss on the last stage.
-        over: the best plan with the vocabulary over the pipeline ranks, under the job's schedule if
-            that keeps the vocabulary there, else in the planned order.
-        verdict: a sentence that starts with yes or no.
-        planned: the best plan in the planned order; None: `over` is that plan.
-    """
-
-    last: Plan
+    last: Plan  # the best plan with the loss on the last stage
+    # The best plan with the vocabulary over the pipeline ranks, under the job's schedule if that
+    # keeps the vocabulary there, else in the planned order.
     over: Plan
-    verdict: str
-    planned: Plan | None = None
+    verdict: str  # a sentence that starts with yes or no
+    planned: Plan | None = None  # the best plan in the planned order, if `over` is another
 
     @property
     def speedup(self) -> float:
@@ -114,9 +106,7 @@ def over_pipeline(job: Job) -> Job:
     """Returns the job with our loss over all pipeline (and tensor-parallel) ranks, in the planned
     order."""
     loss = job.loss if job.loss in OURS else "filtered"
-    over = "pp-tp" if job.tp > 1 else "pp"
-    if job.vocab_over != "last":
-        over = job.vocab_over
+    over = job.vocab_over if job.is_over_ranks else "pp-tp" if job.tp > 1 else "pp"
     return replace(job, loss=loss, vocab_over=over, schedule="auto", chunks=1)
 
 
@@ -159,8 +149,7 @@ def verdict_on(new: Plan, old: Plan) -> str:
     ratio = old.seconds / new.seconds
     memory = f"{new.peak / GIB:.1f} GiB at the most instead of {old.peak / GIB:.1f}"
     if not new.fits and not old.fits:
-        room = new.hardware.usable * new.hardware.memory / GIB
-        return f"no: neither fits, {memory}, of {room:.1f}"
+        return f"no: neither fits, {memory}, of {new.hardware.room / GIB:.1f}"
     if new.fits and not old.fits:
         return f"yes: it fits, {memory}"
     if old.fits and not new.fits:
@@ -173,15 +162,10 @@ def verdict_on(new: Plan, old: Plan) -> str:
 
 
 class Advice(NamedTuple):
-    """Advice on a job that does not fit.
+    """Advice on a job that does not fit."""
 
-    Args:
-        fits: flags with which the job fits; None: no change that was tried is enough.
-        tried: the flags of all changes together; "": one of them was enough.
-    """
-
-    fits: str | None
-    tried: str
+    fits: str | None  # flags with which the job fits; None: no change that was tried is enough
+    tried: str  # the flags of all changes together; "": one of them was enough
 
 
 def nearest_that_fits(
@@ -226,24 +210,17 @@ def _changes(job: Job) -> Iterator[Callable[[Job], Job]]:
     yield partial(replace, recompute="full")
     if job.tp > 1:
         yield partial(replace, sequence_parallel=True)
-    tp, pp, cp = job.tp, job.pp, job.cp
-    while tp < 8:
-        tp *= 2
-        yield partial(replace, tp=tp)
-    yield partial(replace, sequence_parallel=tp > 1)
-    while pp < 128:
-        pp *= 2
-        yield partial(replace, pp=pp)
-    while cp < 16:
-        cp *= 2
-        yield partial(replace, cp=cp)
+    for name, most in (("tp", 8), ("pp", 128), ("cp", 16)):
+        count = getattr(job, name)
+        while count < most:
+            count *= 2
+            yield partial(replace, **{name: count})  # pyright: ignore
+        if name == "tp":
+            yield partial(replace, sequence_parallel=count > 1)
 
 
 def _flags_of(job: Job, changed: Job) -> str:
     """Returns the command's flags that turn `job` into `changed`."""
-    flags = []
-    for name, value in vars(changed).items():
-        if value != getattr(job, name):
-            flag = "--" + name.replace("_", "-")
-            flags.append(flag if value is True else f"{flag} {value}")
-    return " ".join(flags)
+    changes = {key: value for key, value in vars(changed).items() if value != getattr(job, key)}
+    flags = (key if value is True else f"{key} {value}" for key, value in changes.items())
+    return " ".join(f"--{flag.replace('_', '-')}" for flag in flags)

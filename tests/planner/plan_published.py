@@ -11,6 +11,7 @@ from cce_dist.planner.cost.job import Job
 from cce_dist.planner.models.model import Model
 from cce_dist.planner.models.presets import find_model
 from cce_dist.planner.plan import Plan, make_plan
+from tests.planner.plan_jobs import gpt
 from tests.planner.plan_runs import RESULTS, Compared, summary
 
 _LLAMA405 = replace(
@@ -33,15 +34,8 @@ MODELS = {
     # With GPT-2's tokenizer.
     "llama3.1-405b-51k": replace(_LLAMA405, classes=50257),
     "nemotron4-15b": _NEMOTRON4,
-    "grok1-314b": Model(
-        classes=128256,
-        dim=6144,
-        layers=64,
-        mlp_dim=32768,
-        heads=48,
-        kv_heads=8,
-        experts=8,
-        experts_per_token=2,
+    "grok1-314b": replace(
+        find_model("mixtral-8x7b"), classes=128256, dim=6144, layers=64, mlp_dim=32768, heads=48
     ),
     "nemotron4-340b": replace(_NEMOTRON4, dim=18432, layers=96, mlp_dim=73728, heads=96),
 }
@@ -77,24 +71,10 @@ def _model(row: dict[str, str]) -> Model:
     if name in MODELS:
         return replace(MODELS[name], layers=layers)
     # GPT-2's architecture: gpt-<dims>-<heads>, with Megatron's 51,200 rows; gpt3-175b of 50,257.
-    rows, dim, heads = 51200, 12288, 96
+    rows, dim, heads = 50257, 12288, 96
     if name != "gpt3-175b":
-        dim, heads = map(int, name.split("-")[1:])
-    return Model(
-        classes=rows if name != "gpt3-175b" else 50257,
-        dim=dim,
-        layers=layers,
-        mlp_dim=4 * dim,
-        heads=heads,
-        kv_heads=heads,
-        gated=False,
-        tied=True,
-        norm_bias=True,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        positions=int(row["sequence"]),
-    )
+        rows, (dim, heads) = 51200, map(int, name.split("-")[1:])
+    return gpt(rows, dim, layers, heads, int(row["sequence"]))
 
 
 def _hardware(row: dict[str, str]) -> Hardware:

@@ -25,6 +25,7 @@ from cce_dist.planner.orders import vocab_1f1b as orders
 from cce_dist.planner.orders.predict import StageTimes, predict
 from cce_dist.planner.orders.vocab_1f1b import plan_vocab_order
 from cce_dist.planner.plan import Plan, make_plan
+from tests.planner.plan_jobs import gpt
 
 RESULTS = Path(__file__).parents[2] / "docs" / "notebook" / "data"
 MIB = 2**20
@@ -92,28 +93,9 @@ def _times(row: dict[str, str]) -> StageTimes:
 def _published_plan(row: dict[str, str]) -> Plan:
     """GPT with 32 layers on 8 A100s, by the cost model alone; the head on the last stage."""
     sequence = int(row["sequence"])
-    model = Model(
-        classes=int(row["classes"]),
-        dim=3072,
-        layers=32,
-        mlp_dim=12288,
-        heads=24,
-        kv_heads=24,
-        gated=False,
-        norm_bias=True,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        positions=sequence,
-    )
-    job = Job(
-        sequence=sequence,
-        microbatches=128,
-        pp=8,
-        # fp16, which has the same size.
-        gradients="bf16",
-        loss="dense",
-    )
+    model = replace(gpt(int(row["classes"]), 3072, 32, 24, sequence), tied=False)
+    # Gradients are in fp16, which has the same size.
+    job = Job(sequence=sequence, microbatches=128, pp=8, gradients="bf16", loss="dense")
     layout = [int(count) for count in row["layout"].split()]
     return make_plan(model, job, HARDWARE["a100"], layout)
 
@@ -152,12 +134,8 @@ def published() -> list[tuple[Compared, Compared]]:
         simulated = predict(_times(row), 128, schedule="vocab" if over else "1f1b").seconds
         plan = _published_plan(row)
         alone, needs = _over_ranks(row, plan) if over else (plan.seconds, plan.peak)
-        found.append(
-            (
-                Compared(name, seconds, simulated, None, None),
-                Compared(name, seconds, alone, peak, needs),
-            )
-        )
+        measured = Compared(name, seconds, simulated, None, None)
+        found.append((measured, Compared(name, seconds, alone, peak, needs)))
     return found
 
 
@@ -283,13 +261,9 @@ def _pipelines(over: str, gpu: str) -> list[tuple[Compared, Compared]]:
         extra = 2 * model.num_rows * model.dim
         for stage, row in enumerate(stages):
             peak, needs = float(row["peak_gib"]) * GIB, plan.ranks[stage].memory.total + extra
-            about = (*name, str(stage))
-            if stage == 0:
-                one = Compared(about, seconds, simulated, None, None)
-                found.append((one, Compared(about, seconds, plan.seconds, peak, needs)))
-            else:
-                none = Compared(about, None, 0.0, None, None)
-                found.append((none, Compared(about, None, 0.0, peak, needs)))
+            about, step = (*name, str(stage)), seconds if stage == 0 else None
+            one = Compared(about, step, simulated, None, None)
+            found.append((one, Compared(about, step, plan.seconds, peak, needs)))
     return found
 
 
@@ -327,14 +301,8 @@ def _model_of(stages: list[dict[str, str]]) -> Model:
         return replace(model, norms=2, window=0)
     # The benchmark makes wider layers of the same proportions.
     wider = int(stages[0]["D"]) // model.dim
-    if wider == 1:
-        return model
-    return replace(
-        model,
-        dim=wider * model.dim,
-        mlp_dim=wider * model.mlp_dim,
-        head_dim=wider * model.dim // model.heads,
-    )
+    dim, mlp_dim = wider * model.dim, wider * model.mlp_dim
+    return replace(model, dim=dim, mlp_dim=mlp_dim, head_dim=dim // model.heads)
 
 
 def summary(errors: list[float | None]) -> str:

@@ -16,6 +16,8 @@ from cce_dist.planner.plan import Plan
 from cce_dist.planner.report import describe
 from cce_dist.planner.search import best_plan, largest_microbatch, vocab_pays
 
+# Learned positions end before the drawn sequences; four ranks cannot share 10 heads of keys.
+DRAWN = [model for model in MODELS.values() if not model.positions and model.kv_heads != 10]
 # How stages lie on ranks: one order, its stages a rank, who has the vocabulary.
 SHAPES = (
     ("1f1b", 1, "last"),
@@ -57,7 +59,7 @@ def draw(seed: int) -> Plan:
         "schedule": schedule,
         "software": pick(tuple(SOFTWARE.values())),
     }
-    return best_plan(pick(tuple(MODELS.values())), Job(**values), pick(tuple(HARDWARE.values())))
+    return best_plan(pick(DRAWN), Job(**values), pick(tuple(HARDWARE.values())))
 
 
 @pytest.mark.parametrize("seed", range(120))

@@ -19,8 +19,8 @@ from cce_dist.planner.models.model import Model
 from cce_dist.planner.models.presets import find_model
 from cce_dist.planner.plan import Plan, even_layout, make_plan, plan_layout, schedule_of
 from cce_dist.planner.search import best_plan, largest_of_layouts
+from tests.planner.plan_jobs import H200
 
-H200 = HARDWARE["h200"]
 PLAIN = Model(classes=128000, dim=2048, layers=9, mlp_dim=8192, heads=16, kv_heads=16)
 # A layer with experts takes another time than one of the first, which have none.
 EXPERTS: dict[str, Any] = {"experts": 8, "experts_per_token": 2, "dense_mlp_dim": 32768}
@@ -126,19 +126,8 @@ def test_embedding_and_head_may_have_a_stage_each(
 
 def test_an_even_layout_is_not_left_for_a_slower_one() -> None:
     """Whose ranks have less to do, of three microbatches a rank and four stages each."""
-    job = Job(
-        sequence=2048,
-        microbatch=2,
-        microbatches=12,
-        tp=2,
-        pp=4,
-        chunks=4,
-        dp=2,
-        distributed_optimizer=True,
-        loss="filtered",
-        vocab_over="pp-tp",
-        schedule="interleaved",
-        software=SOFTWARE["megatron-local"],
-    )
+    job = Job(sequence=2048, microbatch=2, microbatches=12, tp=2, pp=4, dp=2, loss="filtered")
+    job = replace(job, chunks=4, vocab_over="pp-tp", schedule="interleaved")
+    job = replace(job, distributed_optimizer=True, software=SOFTWARE["megatron-local"])
     model, h100 = find_model("GPT Neo (1.3B)"), HARDWARE["h100"]
     assert best_plan(model, job, h100).seconds <= make_plan(model, job, h100).seconds

@@ -178,7 +178,7 @@ def test_in_flight_of_the_planned_order_is_what_the_runtime_holds() -> None:
     assert [rank.in_flight for rank in plan.ranks] == list(map(most_in_flight, ours))
     patched = best_plan(GEMMA, job, H200)
     # 26 layers, of which a stage has seven at the most.
-    head = 256000 * 2304 / 4 / (7 * GEMMA.layer_parameters)
+    head = 256000 * 2304 / 4 / (7 * GEMMA.parameters_of_layer(0))
     times = Times(1.0, 2.0, statistics=head, gradients=3 * head)
     ours = plan_vocab_order(4, 16, times, embeds=True, weighs=True)
     assert [rank.in_flight for rank in patched.ranks] == list(map(most_in_flight, ours))

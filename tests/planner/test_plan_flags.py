@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 
 from cce_dist.planner.cost.job import Job
-from cce_dist.planner.flags import layout_flags, layout_string, megatron_flags, torch_stages
+from cce_dist.planner.flags import (
+    layout_flags,
+    layout_string,
+    megatron_flags,
+    patch_flags,
+    torch_stages,
+)
 from cce_dist.planner.models.presets import find_model
-from tests.planner.plan_jobs import LLAMA
+from tests.planner.plan_jobs import LLAMA, PIPE
 
 
 @pytest.mark.parametrize(
@@ -34,19 +40,8 @@ def test_megatrons_flags(layout: tuple[int, ...], text: str, flags: list[str]) -
 
 
 def test_all_of_megatrons_flags() -> None:
-    job = Job(
-        tp=2,
-        pp=2,
-        cp=2,
-        dp=4,
-        ep=2,
-        chunks=2,
-        microbatches=8,
-        recompute="full",
-        loss="native",
-        sequence_parallel=True,
-        distributed_optimizer=True,
-    )
+    job = Job(tp=2, pp=2, cp=2, dp=4, ep=2, chunks=2, microbatches=8, loss="native")
+    job = replace(job, recompute="full", sequence_parallel=True, distributed_optimizer=True)
     flags = megatron_flags(LLAMA, job, (8, 8, 8, 8))
     for flag in (
         "--global-batch-size 32",
@@ -58,32 +53,64 @@ def test_all_of_megatrons_flags() -> None:
         "--untie-embeddings-and-output-weights",
     ):
         assert flag in flags
-    with pytest.raises(ValueError, match="must be '1f1b' or 'interleaved' in Megatron, got 'zbv'"):
-        megatron_flags(LLAMA, replace(job, schedule="zbv"), (8, 8, 8, 8))
+
+
+def test_megatrons_flags_of_overlap() -> None:
+    job = Job(tp=2, dp=2, sequence_parallel=True, overlap_data=True, overlap_tensor=True)
+    flags = megatron_flags(LLAMA, replace(job, attention="cudnn"), (32,))
+    assert "--overlap-param-gather" not in flags
+    for flag in ("--overlap-grad-reduce", "--tp-comm-overlap", "--attention-backend fused"):
+        assert flag in flags
+    # Its defaults are 0.1.
+    assert "--attention-dropout 0" in flags and "--hidden-dropout 0" in flags
+    shared = replace(job, distributed_optimizer=True, dropout=True)
+    flags = megatron_flags(LLAMA, shared, (32,))
+    assert "--overlap-param-gather" in flags
+    assert not any("dropout" in flag or "backend" in flag for flag in flags)
+    assert "--attention-backend unfused" in megatron_flags(LLAMA, Job(attention="unfused"), (32,))
+
+
+def test_patch_flags() -> None:
+    assert patch_flags(PIPE) == []
+    assert patch_flags(replace(PIPE, loss="exact")) == ["-m megatron_patch", "--gradient exact"]
+    over = replace(PIPE, loss="filtered", vocab_over="pp-tp", tp=2)
+    assert patch_flags(over)[1:] == ["--gradient filtered", "--vocab-over-pipeline true"]
+    assert "--bf16" in megatron_flags(LLAMA, over, (8, 8, 8, 8))
+    odd = replace(over, pp=3)
+    assert "--make-vocab-size-divisible-by 384" in megatron_flags(
+        find_model("GPT2"), odd, (4, 4, 4)
+    )
+    for job, has in ((PIPE, False), (replace(PIPE, gradients="bf16"), True)):
+        assert ("--grad-reduce-in-bf16" in megatron_flags(LLAMA, job, (8, 8, 8, 8))) is has
 
 
 @pytest.mark.parametrize(
-    ("model", "values", "message"),
+    ("values", "message"),
     [
-        ("mixtral-8x7b", {"tp": 2}, "sequence_parallel must be true in Megatron with experts"),
-        ("llama3-8b", {"chunks": 2}, "pp must be >= 2 under Megatron's interleaved 1F1B, got 1"),
+        ({"tp": 2}, "sequence_parallel must be true in Megatron with experts"),
+        ({"pp": 1, "chunks": 2}, "pp must be >= 2 under Megatron's interleaved 1F1B, got 1"),
         (
-            "llama3-8b",
             {"tp": 2, "sequence": 4001, "microbatch": 2, "sequence_parallel": True},
             "sequence must be a multiple of cp . tp, 2, under Megatron's .*, got 4001",
         ),
+        (
+            {"schedule": "zbv", "chunks": 2},
+            "must be '1f1b' or 'interleaved' in Megatron, got 'zbv'",
+        ),
+        ({"loss": "exact", "vocab_over": "pp", "tp": 2}, "'pp-tp' in megatron_patch with tp > 1"),
+        ({"loss": "exact", "vocab_over": "pp", "pp": 1}, "pp must be >= 2 in megatron_patch"),
+        ({"chunks": 2, "microbatches": 10}, "multiple of pp, 4, under Megatron's .* got 10"),
+        ({"loss": "chunked"}, "loss must be 'dense' or 'native' in Megatron, .* got 'chunked'"),
+        ({"precision": "bf16"}, "precision must be 'mixed' in Megatron, .* got 'bf16'"),
     ],
 )
-def test_jobs_that_megatron_refuses_have_no_flags(
-    model: str, values: dict[str, Any], message: str
-) -> None:
-    job = Job(loss="native", **values)
+def test_jobs_that_megatron_refuses_have_no_flags(values: dict[str, Any], message: str) -> None:
+    model = find_model("mixtral-8x7b") if "experts" in message else LLAMA
     with pytest.raises(ValueError, match=message):
-        megatron_flags(find_model(model), job, (32,) if job.chunks == 1 else (16, 16))
+        megatron_flags(model, replace(PIPE, **values), (8, 8, 8, 8))
 
 
-def test_flags_that_a_job_needs() -> None:
-    assert "--attention-backend unfused" in megatron_flags(LLAMA, Job(attention="unfused"), (32,))
+def test_sequence_parallelism_needs_several_ranks() -> None:
     alone = megatron_flags(LLAMA, Job(sequence_parallel=True), (32,))
     assert "--sequence-parallel" not in alone
     both = megatron_flags(find_model("mixtral-8x7b"), Job(tp=2, sequence_parallel=True), (32,))

@@ -9,23 +9,12 @@ import pytest
 from cce_dist.planner.cost.hardware import HARDWARE
 from cce_dist.planner.cost.job import SOFTWARE, Job
 from cce_dist.planner.cost.layer import PIECES, collective, layer_cost
-from cce_dist.planner.flags import megatron_flags
-from cce_dist.planner.models.model import Model
 from cce_dist.planner.models.presets import find_model
 from cce_dist.planner.plan import make_plan
+from tests.planner.plan_jobs import LLAMA, gpt
 
 H100, A100 = HARDWARE["h100"], HARDWARE["a100"]
-LLAMA = find_model("llama3-8b")
-GPT = Model(
-    classes=51200,
-    dim=6144,
-    layers=8,
-    mlp_dim=24576,
-    heads=64,
-    kv_heads=64,
-    gated=False,
-    positions=2048,
-)
+GPT = gpt(51200, 6144, 8, 64, 2048)
 UNFUSED = Job(sequence=2048, attention="unfused")
 
 
@@ -97,7 +86,7 @@ def test_what_overlapped_tensor_parallelism_leaves() -> None:
     assert apart.backward - beside.backward == pytest.approx((1 - 1 / PIECES) * told)
     slow = replace(at_once, nvlink=1e9)
     apart, beside = (layer_cost(LLAMA, each, slow, 0) for each in (job, whole))
-    products = 2.0 * job.tokens * (LLAMA.layer_parameters - 2 * LLAMA.dim) / 4
+    products = 2.0 * job.tokens * (LLAMA.parameters_of_layer(0) - 2 * LLAMA.dim) / 4
     hidden = products / (H100.flops * H100.gemm)
     assert apart.forward - beside.forward == pytest.approx(hidden)
     # Small pieces are slower than the whole.
@@ -137,16 +126,8 @@ def test_what_overlapped_data_parallelism_leaves() -> None:
 def test_interleaved_stages_hide_more_of_a_sum() -> None:
     """A chunk's gradients are made while others are at a group of microbatches."""
     slow = replace(H100, network=2e9)
-    job = Job(
-        pp=4,
-        tp=8,
-        dp=8,
-        chunks=4,
-        microbatches=8,
-        sequence_parallel=True,
-        distributed_optimizer=True,
-        gradients="bf16",
-    )
+    job = Job(pp=4, tp=8, dp=8, chunks=4, microbatches=8, gradients="bf16")
+    job = replace(job, sequence_parallel=True, distributed_optimizer=True)
     plan, over = (make_plan(LLAMA, each, slow) for each in (job, replace(job, overlap_data=True)))
     # The first rank, which has the embedding and the shortest passes.
     rank = plan.ranks[0]
@@ -175,17 +156,3 @@ def test_a_tied_embedding_is_summed_over_hosts() -> None:
         for tp in (4, 8)
     ]
     assert far - near == pytest.approx(less + step * (ranks[1] - ranks[0]), rel=1e-6)
-
-
-def test_megatrons_flags_of_overlap() -> None:
-    job = Job(tp=2, dp=2, sequence_parallel=True, overlap_data=True, overlap_tensor=True)
-    flags = megatron_flags(LLAMA, replace(job, attention="cudnn"), (32,))
-    assert "--overlap-param-gather" not in flags
-    for flag in ("--overlap-grad-reduce", "--tp-comm-overlap", "--attention-backend fused"):
-        assert flag in flags
-    # Its defaults are 0.1.
-    assert "--attention-dropout 0" in flags and "--hidden-dropout 0" in flags
-    shared = replace(job, distributed_optimizer=True, dropout=True)
-    flags = megatron_flags(LLAMA, shared, (32,))
-    assert "--overlap-param-gather" in flags
-    assert not any("dropout" in flag or "backend" in flag for flag in flags)

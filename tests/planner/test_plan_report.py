@@ -7,18 +7,15 @@ from typing import Any
 
 import pytest
 
-from cce_dist.planner.cost.hardware import HARDWARE
 from cce_dist.planner.cost.job import SOFTWARE, Job
-from cce_dist.planner.flags import megatron_flags, patch_flags
+from cce_dist.planner.flags import megatron_flags
 from cce_dist.planner.models.presets import MODELS, find_model
 from cce_dist.planner.plan import make_plan
 from cce_dist.planner.report import describe
 from cce_dist.planner.search import verdict_on, vocab_pays
+from tests.planner.plan_jobs import GEMMA, H200, LLAMA, PIPE
 
-H200 = HARDWARE["h200"]
-GEMMA, LLAMA = find_model("gemma2-2b"), find_model("llama3-8b")
 GPT2 = find_model("GPT2")
-PIPE = Job(pp=4, microbatches=16, loss="native")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +64,8 @@ def test_what_tensor_parallel_ranks_repeat_is_no_model_flop() -> None:
 def test_the_nearest_number_of_ranks_is_one_that_works(name: str) -> None:
     for what, most in (("tp", 17), ("ep", 25)):
         for count in range(2, most):
-            job = Job(dp=24, tp=count) if what == "tp" else Job(dp=count, ep=count)
+            job = Job(sequence=1024, dp=24) if what == "tp" else Job(sequence=1024, dp=count)
+            job = replace(job, **{what: count})  # pyright: ignore
             try:
                 job.check_model(MODELS[name])
             except ValueError as error:
@@ -82,33 +80,6 @@ def test_no_verdict_says_yes_to_what_does_not_fit() -> None:
     assert pays.verdict.startswith("no: neither fits, ") and pays.verdict.endswith(", of 18.4")
     fits = make_plan(GEMMA, PIPE, H200)
     assert verdict_on(fits, pays.last).startswith("yes: it fits")
-
-
-def test_patch_flags() -> None:
-    assert patch_flags(PIPE) == []
-    assert patch_flags(replace(PIPE, loss="exact")) == ["-m megatron_patch", "--gradient exact"]
-    over = replace(PIPE, loss="filtered", vocab_over="pp-tp", tp=2)
-    assert patch_flags(over)[1:] == ["--gradient filtered", "--vocab-over-pipeline true"]
-    assert "--bf16" in megatron_flags(LLAMA, over, (8, 8, 8, 8))
-    odd = replace(over, pp=3)
-    assert "--make-vocab-size-divisible-by 384" in megatron_flags(GPT2, odd, (4, 4, 4))
-    for job, has in ((PIPE, False), (replace(PIPE, gradients="bf16"), True)):
-        assert ("--grad-reduce-in-bf16" in megatron_flags(LLAMA, job, (8, 8, 8, 8))) is has
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"loss": "exact", "vocab_over": "pp", "tp": 2}, "'pp-tp' in megatron_patch with tp > 1"),
-        ({"loss": "exact", "vocab_over": "pp", "pp": 1}, "pp must be >= 2 in megatron_patch"),
-        ({"chunks": 2, "microbatches": 10}, "multiple of pp, 4, under Megatron's .* got 10"),
-        ({"loss": "chunked"}, "loss must be 'dense' or 'native' in Megatron, .* got 'chunked'"),
-        ({"precision": "bf16"}, "precision must be 'mixed' in Megatron, .* got 'bf16'"),
-    ],
-)
-def test_what_megatron_has_not(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        megatron_flags(LLAMA, replace(PIPE, **values), (8, 8, 8, 8))
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])

@@ -20,43 +20,28 @@ TILE = 128 * 256  # of a product's result
 class Hardware:
     """A GPU and its links to others.
 
-    Args:
-        flops: peak of dense bf16 products in FLOP/s, as the maker states it.
-        memory: bytes, at least 2**30.
-        hbm: peak of HBM in bytes/s, as stated.
-        nvlink: bytes/s in one direction to the other GPUs of a host, as stated.
-        network: bytes/s in one direction to other hosts, for each GPU.
-        gpus_per_host: ranks that NVLink connects; tensor-parallel ranks are neighbours.
-        processors: number of streaming multiprocessors.
-        gemm: share of flops that a large product reaches.
-        attention_forward, attention_backward: shares of flops that FlashAttention 2 reaches.
-        cudnn_forward, cudnn_backward: shares of flops that TransformerEngine's attention reaches.
-        hbm_share: share of hbm that kernels reach.
-        link_share: share of nvlink and network that collectives reach.
-        latency: seconds of the smallest collective.
-        usable: share of the memory that tensors may take; the CUDA context, the libraries' buffers
-            and fragmentation take the rest.
     Raises:
         ValueError: a number is not positive and finite, a share is above 1, or the memory is too
             small to be in bytes.
     """
 
-    flops: float
-    memory: float
-    hbm: float
-    nvlink: float
-    network: float = 50e9
-    gpus_per_host: float = 8
-    processors: float = 132
+    flops: float  # peak of dense bf16 products in FLOP/s, as the maker states it
+    memory: float  # bytes, at least 2**30
+    hbm: float  # peak in bytes/s, as stated
+    nvlink: float  # bytes/s in one direction to the other GPUs of a host, as stated
+    network: float = 50e9  # bytes/s in one direction to other hosts, for each GPU
+    gpus_per_host: float = 8  # that NVLink connects; tensor-parallel ranks are neighbours
+    processors: float = 132  # number of streaming multiprocessors
+    # Shares of flops that a large product, FlashAttention 2 and cuDNN's attention reach.
     gemm: float = 0.71
     attention_forward: float = 0.36
     attention_backward: float = 0.28
     cudnn_forward: float = 0.53
     cudnn_backward: float = 0.46
-    hbm_share: float = 0.8
-    link_share: float = 0.71
-    latency: float = 60e-6
-    usable: float = 0.92
+    hbm_share: float = 0.8  # of hbm, that kernels reach
+    link_share: float = 0.71  # of nvlink and network, that collectives reach
+    latency: float = 60e-6  # seconds of the smallest collective
+    usable: float = 0.92  # share of memory for tensors; the rest: context, buffers, fragments
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -79,6 +64,11 @@ class Hardware:
         waves = max(rows * columns / (TILE * self.processors), 1 / 8)
         full = 2 * rows * columns * inner / (self.flops * self.gemm)
         return full * max(waves + 0.5, 1.0) / waves
+
+    @property
+    def room(self) -> float:
+        """The bytes that tensors of a rank may take."""
+        return self.usable * self.memory
 
     @property
     def bytes_per_second(self) -> float:

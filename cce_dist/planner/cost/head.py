@@ -22,24 +22,15 @@ STATISTICS, EXACT_BACKWARD, KEPT_PRODUCTS = 0.92, 0.87, 0.59
 
 @dataclass(frozen=True)
 class HeadCost:
-    """The cost of a microbatch on each rank that has rows of the vocabulary.
+    """The cost of a microbatch on each rank that has rows of the vocabulary."""
 
-    Args:
-        flops: FLOPs of the forward, padding included.
-        forward, backward: seconds, of the phases S and T if the head is over pipeline ranks.
-        communication: those of the seconds in which the head's ranks communicate.
-        kept: bytes from forward to backward.
-        working: the most bytes on top of `kept`.
-        transient: those of the working bytes that are the weight's gradient in 16 bits.
-    """
-
-    flops: float
-    forward: float
-    backward: float
-    communication: float
-    kept: float
-    working: float
-    transient: float
+    flops: float  # of the forward, padding included
+    forward: float  # seconds; of the phase S if the head is over pipeline ranks
+    backward: float  # seconds; of the phase T if the head is over pipeline ranks
+    communication: float  # those of the seconds in which the head's ranks communicate
+    kept: float  # bytes from forward to backward
+    working: float  # the most bytes on top of `kept`
+    transient: float  # those of the working bytes that are the weight's gradient in 16 bits
 
 
 def rows_of_rank(model: Model, job: Job) -> float:
@@ -53,72 +44,50 @@ def head_cost(model: Model, job: Job, hardware: Hardware) -> HeadCost:
         return HeadCost(0, 0, 0, 0, 0, 0, 0)
     tokens, dim, rows = job.tokens, model.dim, rows_of_rank(model, job)
     logits = tokens * rows
-    product = 2.0 * logits * dim
-    product_seconds = hardware.product(tokens, rows, dim)
-    communication = _communication(model, job, hardware)
-    gradient = 2.0 * rows * dim
-    per_byte = 1 / hardware.bytes_per_second
+    flops, seconds = 2.0 * logits * dim, hardware.product(tokens, rows, dim)
+    sent, sent_back = _communication(model, job, hardware)
+    gradient, per_byte = 2.0 * rows * dim, 1 / hardware.bytes_per_second
     if job.loss in ("dense", "native"):
         traffic, peak = NATIVE_TRAFFIC, NATIVE_PEAK
         if job.loss == "dense":
             traffic, peak = job.software.dense_traffic, job.software.dense_peak
         transient = gradient if job.software.transient_gradient else 0.0
         after = 2 * logits + transient + 2.0 * tokens * dim
-        return HeadCost(
-            product,
-            product_seconds + traffic[0] * logits * per_byte + communication[0],
-            2 * product_seconds + traffic[1] * logits * per_byte + communication[1],
-            sum(communication),
-            KEPT * logits,
-            max(peak * logits, after) - KEPT * logits,
-            transient,
-        )
-    if job.loss == "chunked":
-        time = 3 * product_seconds + CHUNKED_TRAFFIC * logits * per_byte + sum(communication)
-        gradients = gradient + 2.0 * tokens * dim
-        chunk = CHUNKED_PEAK * logits / CHUNKS
-        return HeadCost(product, time, 0.0, sum(communication), gradients, chunk, gradient)
-    return _ours(model, job, hardware, communication)
-
-
-def _ours(
-    model: Model, job: Job, hardware: Hardware, communication: tuple[float, float]
-) -> HeadCost:
-    tokens, dim, rows = job.tokens, model.dim, rows_of_rank(model, job)
-    logits = tokens * rows
-    product = 2.0 * logits * dim
-    product_seconds = hardware.product(tokens, rows, dim)
-    gradient = 2.0 * rows * dim
-    forward = product_seconds / STATISTICS
-    if job.loss == "exact":
-        backward, marks = 3 * product_seconds / EXACT_BACKWARD, 0.0
+        forward = seconds + traffic[0] * logits * per_byte
+        backward = 2 * seconds + traffic[1] * logits * per_byte
+        kept, working = KEPT * logits, max(peak * logits, after) - KEPT * logits
+    elif job.loss == "chunked":
+        forward = 3 * seconds + CHUNKED_TRAFFIC * logits * per_byte + (sent + sent_back)
+        kept, working = gradient + 2.0 * tokens * dim, CHUNKED_PEAK * logits / CHUNKS
+        return HeadCost(flops, forward, 0.0, sent + sent_back, kept, working, gradient)
     else:
-        # Frequent tokens have neighbouring ids: one rank keeps nearly as many columns as all.
-        columns = min(job.kept_columns, rows)
-        kept = 3 * hardware.product(tokens, columns, dim) / KEPT_PRODUCTS
-        backward = kept + 2 * gradient / hardware.bytes_per_second
-        marks = logits / 512 + 16 * rows
+        forward, kept = seconds / STATISTICS, 8.0 * tokens
+        backward = 3 * seconds / EXACT_BACKWARD
+        if job.loss == "filtered":
+            # Frequent tokens have neighbouring ids: one rank keeps nearly as many columns as all.
+            columns = min(job.kept_columns, rows)
+            products = 3 * hardware.product(tokens, columns, dim) / KEPT_PRODUCTS
+            backward = products + 2 * gradient / hardware.bytes_per_second
+            kept += logits / 512 + 16 * rows
+        working, transient = _working_of_ours(model, job, gradient)
+    communication = sent + sent_back
+    forward, backward = forward + sent, backward + sent_back
+    return HeadCost(flops, forward, backward, communication, kept, working, transient)
+
+
+def _working_of_ours(model: Model, job: Job, gradient: float) -> tuple[float, float]:
+    """Returns `HeadCost`'s working and transient of our losses, whose weight has this gradient."""
+    hidden = 2.0 * job.tokens * model.dim
     # The hidden gradient in fp32 and in 16 bits; hidden without ignored tokens.
-    loose = 8.0 * tokens * dim + default_workspace_bytes(tokens)
-    working = gradient + loose
-    transient = gradient
-    if job.is_over_ranks:
-        # The microbatches between the two phases have hidden and its gradient; the weight's
-        # gradient is in fp32.
-        working = 2 * gradient + 3 * 2.0 * tokens * dim + loose
-        if job.is_served:
-            # One microbatch at a time, whose weight gradient is added in place.
-            working = 2.0 * tokens * dim + loose
-        communication, transient = (0.0, 0.0), 0.0
-    return HeadCost(
-        product,
-        forward + communication[0],
-        backward + communication[1],
-        sum(communication),
-        marks + 8.0 * tokens,
-        working,
-        transient,
-    )
+    loose = 8.0 * job.tokens * model.dim + default_workspace_bytes(job.tokens)
+    if not job.is_over_ranks:
+        return gradient + loose, gradient
+    if job.is_served:
+        # One microbatch at a time, whose weight gradient is added in place.
+        return hidden + loose, 0.0
+    # The microbatches between the two phases have hidden and its gradient; the weight's gradient
+    # is in fp32.
+    return 2 * gradient + 3 * hidden + loose, 0.0
 
 
 def _communication(model: Model, job: Job, hardware: Hardware) -> tuple[float, float]:
@@ -142,18 +111,14 @@ def phase_latency(model: Model, job: Job, hardware: Hardware) -> float:
 
     They are the longest of the broadcast of hidden, the merge, and the sum of hidden's gradient.
     """
-    ranks = job.pp * job.tp
-    shared = job.tp if job.sequence_parallel else 1
-    tokens, dim = job.tokens, model.dim
-    largest = max(2.0 * tokens * dim / shared + 8.0 * tokens, 4.0 * tokens * dim / shared)
-    link = hardware.link(ranks)
-    return hardware.latency + max(largest, 8.0 * tokens * job.head_ranks) / link
+    sizes = phase_bytes(model, job)
+    largest = max(sizes["broadcast"], sizes["sum"], 8.0 * job.tokens * job.head_ranks)
+    return hardware.latency + largest / hardware.link(job.pp * job.tp)
 
 
 def phase_bytes(model: Model, job: Job) -> dict[str, float]:
     """Returns the bytes that a rank sends or receives for a microbatch, by collective."""
-    tokens, dim = job.tokens, model.dim
-    shared = job.tp if job.sequence_parallel else 1
+    tokens, dim, shared = job.tokens, model.dim, job.sequence_ranks
     return {
         "broadcast": 2.0 * tokens * dim / shared + 8.0 * tokens,
         "merge": 8.0 * tokens + 32,

@@ -9,7 +9,7 @@ from math import gcd, lcm
 from typing import Literal
 
 from cce_dist.planner.models.model import Model
-from cce_dist.planner.orders.schedules import NAMES
+from cce_dist.planner.orders.schedules import CHUNKS, NAMES
 
 LOSSES = ("dense", "native", "chunked", "exact", "filtered", "none")
 OURS = ("exact", "filtered")
@@ -21,43 +21,28 @@ MEGATRON_ROWS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """A framework's memory and traffic, in bytes; docs/design/planner.md derives the numbers.
+    """A framework's memory and traffic, in bytes; docs/design/planner.md derives the numbers."""
 
-    Args:
-        framework: the framework whose order "interleaved" follows.
-        gated_kept, gated_traffic: bytes of a token and MLP dim of a gated MLP, between forward and
-            backward, and through HBM in the forward. plain_*: of an MLP of two matrices.
-        joint_qkv: queries, keys and values are one tensor, which lives as long as its values.
-        rope_traffic: bytes of a token and dim of queries and keys.
-        accumulate: bytes of a parameter to add a microbatch's gradient, without reading and writing
-            the sum.
-        step: bytes of a parameter for clipping and the optimizer with fp32 states; with 16-bit
-            states half of it.
-        dense_traffic, dense_peak: bytes of a logit of the unfused loss: through HBM in forward and
-            backward, without the products; at the peak.
-        transient_gradient: a weight's gradient is computed in 16 bits before it is added.
-        hidden: share of a tensor-parallel collective that a product of the backward hides.
-        receives_apart: each microbatch has its own receive buffers for the stages before and after,
-            from the first step on.
-        attention: kernels of a job with attention="auto": "cudnn", as TransformerEngine takes, or
-            "flash".
-    """
-
-    framework: Literal["torch", "megatron"] = "megatron"
+    framework: Literal["torch", "megatron"] = "megatron"  # whose order "interleaved" follows
+    # Bytes of a token and dim of the MLP, between forward and backward, and through HBM in the
+    # forward: of a gated MLP, and of one of two matrices.
     gated_kept: float = 6
     plain_kept: float = 4
     gated_traffic: float = 6
     plain_traffic: float = 4
+    # Queries, keys and values are one tensor, which lives as long as its values.
     joint_qkv: bool = True
-    rope_traffic: float = 4
-    accumulate: float = 0
-    step: float = 42
+    rope_traffic: float = 4  # of a token and dim of queries and keys
+    accumulate: float = 0  # of a parameter, to add a gradient; without reading and writing the sum
+    step: float = 42  # of a parameter, to clip and step with fp32 states; with 16-bit ones half
+    # Of a logit of the unfused loss: through HBM in forward and backward, without the products; at
+    # the peak.
     dense_traffic: tuple[float, float] = (38, 14)
     dense_peak: float = 6
-    transient_gradient: bool = False
-    hidden: float = 0.5
-    receives_apart: bool = False
-    attention: Literal["cudnn", "flash"] = "cudnn"
+    transient_gradient: bool = False  # a gradient is computed in 16 bits before it is added
+    hidden: float = 0.5  # share of a tensor-parallel collective that a backward's product hides
+    receives_apart: bool = False  # each microbatch receives into its own buffers, from the start
+    attention: Literal["cudnn", "flash"] = "cudnn"  # kernels of a job with attention="auto"
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -105,57 +90,43 @@ SOFTWARE = {
 class Job:
     """A training job.
 
-    Args:
-        sequence: tokens of a sequence.
-        microbatch: sequences of a microbatch, on each data-parallel rank.
-        microbatches: microbatches of a step, on each data-parallel rank.
-        tp, pp, cp, dp: numbers of tensor-, pipeline-, context- and data-parallel ranks.
-        chunks: stages of a pipeline rank.
-        ep: number of ranks, of the dp * cp, that share the experts.
-        distributed_optimizer: the optimizer's states are sharded over the dp * cp ranks.
-        overlap_data: the last backward overlaps the sum of gradients, and the first forward the
-            gather of the distributed optimizer's weights.
-        overlap_tensor: products overlap tensor-parallel communication.
-        gradients: "fp32" or "bf16", the dtype in which gradients are accumulated.
-        precision: "mixed", bf16 weights with fp32 copies and moments; "bf16", 16 bits for all;
-            "fp32", fp32 for all, with products in bf16 under autocast.
-        recompute: "none"; "selective", attention's scores; "full", whole layers.
-        attention: "flash", FlashAttention 2; "cudnn"; "unfused", which computes all scores and
-            keeps their softmax; "auto", the software's.
-        dropout: dropout of scores and of the outputs of attention and MLP; its masks are kept.
-        loss: "dense" (unfused), "native" (fused after the logits), "chunked", "exact", "filtered"
-            (ours), or "none".
-        vocab_over: the ranks that share the vocabulary: "last", the last stage's tensor-parallel
-            ranks; "pp", the pipeline's ranks; "pp-tp", all tensor- and pipeline-parallel ranks.
-        schedule: a name of planner/orders/schedules.py, or "auto".
-        kept_columns: columns for which `filtered` computes the gradients of a block of 128 tokens.
     Raises:
         ValueError: a number is out of range, a word is unknown, or options exclude each other. The
             message has the nearest number that works, if there is one.
     """
 
-    sequence: int = 4096
-    microbatch: int = 1
-    microbatches: int = 1
-    tp: int = 1
-    pp: int = 1
-    chunks: int = 1
-    cp: int = 1
-    dp: int = 1
-    ep: int = 1
+    sequence: int = 4096  # tokens of a sequence
+    microbatch: int = 1  # sequences of a microbatch, on each data-parallel rank
+    microbatches: int = 1  # of a step, on each data-parallel rank
+    tp: int = 1  # tensor-parallel ranks
+    pp: int = 1  # pipeline ranks
+    chunks: int = 1  # stages of a pipeline rank
+    cp: int = 1  # context-parallel ranks
+    dp: int = 1  # data-parallel ranks
+    ep: int = 1  # ranks, of the dp * cp, that share the experts
     sequence_parallel: bool = False
-    distributed_optimizer: bool = False
+    distributed_optimizer: bool = False  # its states are sharded over the dp * cp ranks
+    # The last backward overlaps the sum of gradients, and the first forward the gather of the
+    # distributed optimizer's weights.
     overlap_data: bool = False
-    overlap_tensor: bool = False
-    gradients: str = "fp32"
+    overlap_tensor: bool = False  # products overlap tensor-parallel communication
+    gradients: str = "fp32"  # "fp32" or "bf16", the dtype in which gradients are accumulated
+    # "mixed", bf16 weights with fp32 copies and moments; "bf16", 16 bits for all; "fp32", fp32 for
+    # all, with products in bf16 under autocast.
     precision: str = "mixed"
-    recompute: str = "none"
+    recompute: str = "none"  # "none"; "selective", attention's scores; "full", whole layers
+    # "flash", FlashAttention 2; "cudnn"; "unfused", which computes all scores and keeps their
+    # softmax; "auto", the software's.
     attention: str = "auto"
-    dropout: bool = False
+    dropout: bool = False  # of scores, and of the outputs of attention and MLP; its masks are kept
+    # "dense" (unfused), "native" (fused after the logits), "chunked", "none"; ours: "exact" and
+    # "filtered".
     loss: str = "dense"
+    # The ranks that share the vocabulary: "last", the last stage's tensor-parallel ranks; "pp", the
+    # pipeline's ranks; "pp-tp", all tensor- and pipeline-parallel ranks.
     vocab_over: str = "last"
-    schedule: str = "auto"
-    kept_columns: int = 6000
+    schedule: str = "auto"  # a name of planner/orders/schedules.py, or "auto"
+    kept_columns: int = 6000  # for which `filtered` computes the gradients of a block of 128 tokens
     software: Software = field(default_factory=Software)
 
     def __post_init__(self) -> None:
@@ -200,11 +171,11 @@ class Job:
                 "vocab_over must be 'pp' or 'pp-tp' under schedule 'vocab', got "
                 f"{self.vocab_over!r}"
             )
-        wanted = {"zbv": (2, 2), "interleaved": (2, None)}.get(name, (1, 1))
-        if self.chunks < wanted[0] or (wanted[1] is not None and self.chunks > wanted[1]):
-            hint = "; 'interleaved' has 2 or more, 'zbv' has 2" if wanted == (1, 1) else ""
+        least, most = CHUNKS.get(name, (1, 1))
+        if not least <= self.chunks <= most:
+            hint = "; 'interleaved' has 2 or more, 'zbv' has 2" if name not in CHUNKS else ""
             raise ValueError(
-                f"chunks must be {wanted[0]}{'' if wanted[1] else ' or more'} under schedule "
+                f"chunks must be {least}{'' if most == least else ' or more'} under schedule "
                 f"{name!r}, got {self.chunks}{hint}"
             )
 
@@ -241,6 +212,11 @@ class Job:
         return self.sequence * self.microbatch // self.cp
 
     @property
+    def sequence_ranks(self) -> int:
+        """The number of ranks that share the tokens between layers."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
     def head_ranks(self) -> int:
         """The number of ranks that share the vocabulary."""
         return {"last": self.tp, "pp": self.pp, "pp-tp": self.pp * self.tp}[self.vocab_over]
@@ -273,9 +249,8 @@ class Job:
     @property
     def gradient_bytes(self) -> float:
         """Bytes of a parameter's gradient."""
-        if self.precision == "mixed":
-            return 4.0 if self.gradients == "fp32" else 2.0
-        return 2.0 if self.precision == "bf16" else 4.0
+        dtype = self.gradients if self.precision == "mixed" else self.precision
+        return {"bf16": 2.0, "fp32": 4.0}[dtype]
 
     @property
     def weight_bytes(self) -> float:
@@ -307,23 +282,7 @@ class Job:
         Raises:
             ValueError: it cannot; the message has the nearest number that works.
         """
-        for rule, holds in (
-            (f"divide the model's {model.heads} heads", model.heads % self.tp == 0),
-            (f"divide the model's mlp_dim, {model.mlp_dim}", model.mlp_dim % self.tp == 0),
-            (
-                f"divide the model's {model.kv_heads} heads of keys and values or be a multiple "
-                "of them",
-                _is_shared(model.kv_heads, self.tp),
-            ),
-        ):
-            if not holds:
-                # The nearest tp for which all of these rules hold.
-                divisors = _divisors(gcd(model.heads, model.mlp_dim))
-                works = [tp for tp in divisors if _is_shared(model.kv_heads, tp)]
-                raise ValueError(
-                    f"tp must {rule}, got {self.tp}; the nearest is {_nearest_of(works, self.tp)}"
-                )
-        self._check_linear(model)
+        self._check_tp(model)
         if self.ep > 1 and (not model.experts or model.experts % self.ep):
             shared = gcd(model.experts, self.dp * self.cp)
             nearest = _nearest_of(_divisors(shared), self.ep) if model.experts else 1
@@ -353,16 +312,25 @@ class Job:
                 f"parallelism, got {self.tokens}; the nearest is {_nearest(self.tokens, self.tp)}"
             )
 
-    def _check_linear(self, model: Model) -> None:
-        if not model.linear:
-            return
-        heads = gcd(model.linear.key_heads, model.linear.value_heads)
-        if heads % self.tp:
-            raise ValueError(
-                f"tp must divide the {heads} heads of keys of the model's linear attention, got "
-                f"{self.tp}; the nearest is {_nearest_of(_divisors(heads), self.tp)}"
-            )
-        if self.cp > 1:
+    def _check_tp(self, model: Model) -> None:
+        tp, keys = self.tp, f"{model.kv_heads} heads of keys and values"
+        # The nearest tp for which all of these rules hold.
+        works = _divisors(gcd(model.heads, model.mlp_dim))
+        works = [each for each in works if _is_shared(model.kv_heads, each)]
+        rules = [
+            (model.heads % tp == 0, f"the model's {model.heads} heads", works),
+            (model.mlp_dim % tp == 0, f"the model's mlp_dim, {model.mlp_dim}", works),
+            (_is_shared(model.kv_heads, tp), f"the model's {keys} or be a multiple of them", works),
+        ]
+        if model.linear:
+            heads = gcd(model.linear.key_heads, model.linear.value_heads)
+            what = f"the {heads} heads of keys of the model's linear attention"
+            rules.append((heads % tp == 0, what, _divisors(heads)))
+        for holds, what, works in rules:
+            if not holds:
+                nearest = _nearest_of(works, tp)
+                raise ValueError(f"tp must divide {what}, got {tp}; the nearest is {nearest}")
+        if model.linear and self.cp > 1:
             raise ValueError(
                 "cp must be 1 with linear attention, whose state between ranks is not modelled, "
                 f"got {self.cp}"

@@ -9,6 +9,7 @@ overlap_tensor hides. docs/design/planner.md has the formulas.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cce_dist.planner.models.linear_attention import LinearAttention
 from cce_dist.planner.models.model import Model
@@ -26,20 +27,13 @@ PIECES = 4
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of a microbatch in a layer, on a rank.
+    """The cost of a microbatch in a layer, on a rank."""
 
-    Args:
-        flops: FLOPs of the forward; attention counts by its causal half.
-        forward, backward: seconds.
-        kept: bytes from forward to backward.
-        working: bytes on top of `kept` while the backward runs.
-    """
-
-    flops: float
-    forward: float
-    backward: float
-    kept: float
-    working: float
+    flops: float  # of the forward; attention counts by its causal half
+    forward: float  # seconds
+    backward: float  # seconds
+    kept: float  # bytes from forward to backward
+    working: float  # bytes on top of `kept` while the backward runs
 
 
 def collective(hardware: Hardware, ranks: int, size: float, *, rounds: float = 1.0) -> float:
@@ -67,27 +61,27 @@ def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerC
     """Returns the cost of the model's `index`-th layer."""
     if model.attention_of(index) == "image":
         return LayerCost(0.0, 0.0, 0.0, 0.0, 0.0)
-    tokens, tp, soft = job.tokens, job.tp, job.software
-    split = tp if job.sequence_parallel else 1
-    is_dense = index < model.dense_layers or not model.experts
-    shapes = _shapes(model, job, is_dense, index)
+    tokens, tp, split, soft = job.tokens, job.tp, job.sequence_ranks, job.software
+    routed = routed_experts(model, index)
+    shapes = _shapes(model, job, index)
     flops = sum(2.0 * rows * columns * inner for rows, columns, inner in shapes)
     products, gradients = _products(model, job, hardware, shapes)
-    width = active_mlp_dim(model, is_dense, index)
+    width = active_mlp_dim(model, index)
     attention = _attention(model, job, hardware, index)
 
-    traffic = soft.gated_traffic if model.gated else soft.plain_traffic
-    mlp_kept = soft.gated_kept if model.gated else soft.plain_kept
+    traffic, mlp_kept = soft.plain_traffic, soft.plain_kept
+    if model.gated:
+        traffic, mlp_kept = soft.gated_traffic, soft.gated_kept
     moved = tokens * (
         job.hidden_bytes * model.dim * (2 * model.norms + 3 * min(2, model.norms)) / split
         + (_attention_traffic(model, job, index) + traffic * width) / tp
-        + 4.0 * model.dim * _copies(model, is_dense)
+        + 8.0 * model.dim * routed  # to its experts and back
     )
     # A mask of attention's output, and a mask of the MLP's.
     masks = 2.0 * tokens * model.dim / split if job.dropout else 0.0
     elementwise = (moved + masks) / hardware.bytes_per_second
     sent, sent_back = _communication(model, job, hardware, products, gradients)
-    to_experts = _expert_communication(model, job, hardware, is_dense)
+    to_experts = _expert_communication(model, job, hardware, routed)
     sent, sent_back = sent + to_experts, sent_back + to_experts
     ring = _ring(model, job, hardware)
     forward = products + max(attention.forward, ring) + elementwise + sent
@@ -105,34 +99,24 @@ def layer_cost(model: Model, job: Job, hardware: Hardware, index: int) -> LayerC
     return LayerCost(flops + attention.flops, forward, backward, kept, working)
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """The cost of attention alone, without its products with weights.
+class _Attention(NamedTuple):
+    """The cost of attention alone, without its products with weights."""
 
-    Args:
-        flops: FLOPs of the forward; scores count by their causal half.
-        forward, backward: seconds.
-        scores: bytes that are kept of scores and their softmax.
-    """
-
-    flops: float
-    forward: float
+    flops: float  # of the forward; scores count by their causal half
+    forward: float  # seconds
     backward: float
-    scores: float
+    scores: float  # bytes that are kept of scores and their softmax
 
 
 def _attention(model: Model, job: Job, hardware: Hardware, index: int) -> _Attention:
-    linear = _linear_of(model, index)
-    if linear:
-        flops = job.tokens * linear.flops / job.tp
-        forward = flops / (hardware.flops * hardware.attention_forward)
-        backward = flops / (hardware.flops * hardware.attention_backward)
-        return _Attention(flops, forward, ATTENTION_BACKWARD * backward, 0.0)
+    linear, kernels = _linear_of(model, index), job.attention_kernels
     per_score = 2.0 * model.heads * (model.key_dim + model.head_value_dim)
     flops = job.tokens * visible_tokens(model, job, index) * per_score / job.tp
-    if job.attention_kernels != "unfused":
+    if linear:
+        flops = job.tokens * linear.flops / job.tp
+    if linear or kernels != "unfused":
         shares = hardware.attention_forward, hardware.attention_backward
-        if job.attention_kernels == "cudnn":
+        if kernels == "cudnn" and not linear:
             shares = hardware.cudnn_forward, hardware.cudnn_backward
         forward, backward = (flops / (hardware.flops * share) for share in shares)
         return _Attention(flops, forward, ATTENTION_BACKWARD * backward, 0.0)
@@ -162,35 +146,34 @@ def _attention_traffic(model: Model, job: Job, index: int) -> float:
     return job.software.rope_traffic * rope * (model.positions == 0) + gate
 
 
-def active_mlp_dim(model: Model, is_dense: bool, index: int) -> float:
+def routed_experts(model: Model, index: int) -> int:
+    """Returns how many experts the router gives a token in a layer; 0: the layer has one MLP."""
+    return 0 if index < model.dense_layers else model.experts_per_token or model.experts
+
+
+def active_mlp_dim(model: Model, index: int) -> int:
     """Returns the sum of mlp_dim over all MLPs that a token goes through."""
     if index < model.dense_layers:
         return model.dense_mlp_dim
-    if is_dense:
+    if not model.experts:
         return model.mlp_dim
-    routed = model.mlp_dim * (model.experts_per_token or model.experts)
-    return routed + model.shared_experts * model.size_of_shared
+    shared = model.shared_experts * model.size_of_shared
+    return model.mlp_dim * routed_experts(model, index) + shared
 
 
-def _shapes(model: Model, job: Job, is_dense: bool, index: int) -> list[tuple[float, float, float]]:
+def _shapes(model: Model, job: Job, index: int) -> list[tuple[float, float, float]]:
     """Returns the forward's products on a rank, as rows (tokens), columns and inner dims."""
     dim, tp, tokens = model.dim, job.tp, float(job.tokens)
     shapes = _attention_shapes(model, job, index)
-    wide = 2 if model.gated else 1
-    if is_dense:
-        width = active_mlp_dim(model, True, index) / tp
-        return [*shapes, (tokens, wide * width, dim), (tokens, dim, width)]
-    routed = model.experts_per_token or model.experts
-    for count, mlp_dim in (
-        (routed, model.mlp_dim),
-        (model.shared_experts, model.size_of_shared),
-    ):
+    wide, routed = 2 if model.gated else 1, routed_experts(model, index)
+    mlps = [(routed, model.mlp_dim), (model.shared_experts, model.size_of_shared)]
+    for count, mlp_dim in mlps if routed else [(1, active_mlp_dim(model, index))]:
         if count:
             width = mlp_dim / tp
             shapes += [(count * tokens, wide * width, dim), (count * tokens, dim, width)]
-    if model.shared_gate:
+    if routed and model.shared_gate:
         shapes.append((tokens, 1, dim))
-    return [*shapes, (tokens, model.experts, dim)]
+    return [*shapes, (tokens, model.experts, dim)] if routed else shapes
 
 
 def _attention_shapes(model: Model, job: Job, index: int) -> list[tuple[float, float, float]]:
@@ -215,18 +198,12 @@ def _attention_shapes(model: Model, job: Job, index: int) -> list[tuple[float, f
     return [*shapes, (tokens, dim, values / tp)]
 
 
-def _copies(model: Model, is_dense: bool) -> float:
-    """Counts the copies of a token's hidden state, to its experts and back."""
-    return 0.0 if is_dense else 2.0 * (model.experts_per_token or model.experts)
-
-
 def _kept(model: Model, job: Job, mlp: float, index: int) -> float:
     """Returns the bytes kept of a token without attention's scores: inputs and outputs of norms,
     attention and MLP."""
-    split = job.tp if job.sequence_parallel else 1
-    norms = model.dim * (job.hidden_bytes * model.norms + 2 * min(2, model.norms)) / split
-    is_dense = index < model.dense_layers or not model.experts
-    inputs = 2 * model.dim * _copies(model, is_dense) / 2
+    kept = job.hidden_bytes * model.norms + 2 * min(2, model.norms)
+    norms = model.dim * kept / job.sequence_ranks
+    inputs = 2 * model.dim * routed_experts(model, index)
     return norms + (_attention_kept(model, job, index) + mlp) / job.tp + inputs
 
 
@@ -280,12 +257,12 @@ def _communication(
     return max(piece, seconds - products), max(piece, again * seconds - gradients)
 
 
-def _expert_communication(model: Model, job: Job, hardware: Hardware, is_dense: bool) -> float:
+def _expert_communication(model: Model, job: Job, hardware: Hardware, routed: int) -> float:
     """Returns the seconds in which tokens go to experts of other ranks, and back."""
-    if job.ep == 1 or is_dense:
+    if job.ep == 1 or not routed:
         return 0.0
     ranks = job.ep * job.tp
-    size = 2.0 * job.tokens * model.dim * (model.experts_per_token or model.experts) / job.tp
+    size = 2.0 * job.tokens * model.dim * routed / job.tp
     return 2 * (hardware.latency + (ranks - 1) / ranks * size / hardware.link(ranks))
 
 
@@ -301,7 +278,7 @@ def layer_parameters_per_rank(model: Model, job: Job, index: int) -> float:
     """Returns a layer's parameters on a tensor-parallel (and expert-parallel) rank."""
     parameters = float(model.parameters_of_layer(index))
     norms = model.norms * model.norm_parameters
-    if not model.experts or index < model.dense_layers:
+    if not routed_experts(model, index):
         return (parameters - norms) / job.tp + norms
     experts = float(model.experts * model.mlp_of(model.mlp_dim))
     return (parameters - norms - experts) / job.tp + norms + experts / (job.tp * job.ep)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 from cce_dist.planner.models.model import Model
 from cce_dist.planner.orders.predict import StageTimes
@@ -17,33 +18,20 @@ from .layer import LayerCost, collective, layer_cost, layer_parameters_per_rank
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the pipeline, on a rank of its tensor-parallel group.
+    """A stage of the pipeline, on a rank of its tensor-parallel group."""
 
-    Args:
-        first_layer: index in the model of the stage's first layer.
-        layers: number of its layers.
-        parameters: its parameters, with the embedding and the head if the stage has them.
-        expert_parameters: those of the parameters that are experts', which ep ranks share.
-        flops: forward and backward of a microbatch, without recomputed FLOPs.
-        forward, backward: seconds of a microbatch, with the head's.
-        head_seconds: the head's seconds, forward and backward; 0: the stage has no head.
-        kept: bytes of a microbatch from forward to backward, without the head's.
-        working: bytes on top of `kept` while the backward runs, without the head's.
-        head_kept, head_working: the same of the head.
-    """
-
-    first_layer: int
-    layers: int
-    parameters: float
-    expert_parameters: float
-    flops: float
-    forward: float
-    backward: float
-    head_seconds: float
-    kept: float
-    working: float
-    head_kept: float
-    head_working: float
+    first_layer: int  # index in the model
+    layers: int  # number of layers
+    parameters: float  # with the embedding and the head if the stage has them
+    expert_parameters: float  # those of experts, which ep ranks share
+    flops: float  # forward and backward of a microbatch, without recomputed FLOPs
+    forward: float  # seconds of a microbatch, with the head's
+    backward: float  # the same
+    head_seconds: float  # those of the head, forward and backward; 0: the stage has no head
+    kept: float  # bytes of a microbatch from forward to backward, without the head's
+    working: float  # bytes on top of `kept` while the backward runs, without the head's
+    head_kept: float  # bytes of the head, as `kept`
+    head_working: float  # bytes of the head, as `working`
 
 
 @dataclass(frozen=True)
@@ -104,8 +92,7 @@ class Costs:
         job, ranks = self.job, self.job.pp * self.job.tp
         if job.pp == 1:
             return 0.0
-        size = job.hidden_bytes * job.tokens * self.model.dim
-        size /= job.tp if job.sequence_parallel else 1
+        size = job.hidden_bytes * job.tokens * self.model.dim / job.sequence_ranks
         # Stages are on one host if all ranks of the tensor-parallel groups are.
         return self.hardware.latency / 2 + size / self.hardware.link(ranks)
 
@@ -125,20 +112,19 @@ def costs_of(model: Model, job: Job, hardware: Hardware) -> Costs:
         if key not in cost_of_kind:
             cost_of_kind[key] = layer_cost(model, job, hardware, index)
         layers.append(cost_of_kind[key])
-    parameters = tuple(
-        layer_parameters_per_rank(model, job, index) for index in range(model.layers)
-    )
-    return Costs(model, job, hardware, tuple(layers), parameters, head_cost(model, job, hardware))
+    parameters = (layer_parameters_per_rank(model, job, index) for index in range(model.layers))
+    head = head_cost(model, job, hardware)
+    return Costs(model, job, hardware, tuple(layers), tuple(parameters), head)
 
 
 def make_stages(costs: Costs, layout: Sequence[int]) -> list[Stage]:
     """Makes stages with these numbers of layers, in the order of the model."""
     last = len(layout) - 1
-    stages, first = [], 0
-    for index, count in enumerate(layout):
-        stages.append(_stage(costs, first, count, is_first=index == 0, is_last=index == last))
-        first += count
-    return stages
+    cuts = enumerate(zip(accumulate(layout, initial=0), layout, strict=False))
+    return [
+        _stage(costs, first, count, is_first=index == 0, is_last=index == last)
+        for index, (first, count) in cuts
+    ]
 
 
 def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: bool) -> Stage:
@@ -150,9 +136,9 @@ def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: boo
     backward = sum(layer.backward for layer in mine)
     working = max((layer.working for layer in mine), default=0.0)
     kept = sum(layer.kept for layer in mine)
-    experts = _expert_parameters(costs, first, count)
     seconds = 0.0
-    if is_first and not costs.is_embedding_shared:
+    has_embedding = is_first and not costs.is_embedding_shared
+    if has_embedding:
         parameters += costs.embedding_parameters
         forward += costs.embedding_seconds
         backward += costs.embedding_seconds
@@ -169,18 +155,14 @@ def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: boo
             working += head.transient
     if is_last:
         # The last norm's input and output.
-        split = job.tp if job.sequence_parallel else 1
-        kept += (job.hidden_bytes + 2.0) * job.tokens * model.dim / split
-    if is_first and not costs.is_embedding_shared:
+        kept += (job.hidden_bytes + 2.0) * job.tokens * model.dim / job.sequence_ranks
+    if has_embedding:
         # The gradient has all rows: zeros are written, then read for the sum of tokens' rows.
         zeroed = max(4.0 - job.software.accumulate, 0.0) * costs.embedding_parameters
         backward += zeroed / hardware.bytes_per_second
         # That gradient exists when all else of the microbatch has been freed.
-        embedding_gradient = 2.0 * costs.embedding_parameters
-        working = max(
-            working,
-            embedding_gradient + (head.transient if has_head and is_tied_here else 0.0) - kept,
-        )
+        held = head.transient if has_head and is_tied_here else 0.0
+        working = max(working, 2.0 * costs.embedding_parameters + held - kept)
     owned = parameters
     if costs.is_embedding_shared or job.is_over_ranks:
         owned += costs.head_parameters / job.chunks
@@ -192,7 +174,7 @@ def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: boo
         first_layer=first,
         layers=count,
         parameters=owned,
-        expert_parameters=experts,
+        expert_parameters=_expert_parameters(costs, first, count),
         flops=3 * flops,
         forward=forward,
         backward=backward,
@@ -217,18 +199,15 @@ def stage_times(costs: Costs, stages: Sequence[Stage]) -> StageTimes:
     forward = tuple(stage.forward for stage in stages)
     backward = tuple(stage.backward for stage in stages)
     job, head = costs.job, costs.head
+    times = StageTimes(forward, backward, latency=costs.latency)
     if not job.is_over_ranks:
-        return StageTimes(forward, backward, latency=costs.latency)
-    every = job.pp
-    embedding = (costs.embedding_seconds,) * every if costs.is_embedding_shared else ()
-    times = StageTimes(
-        forward,
-        backward,
-        statistics=(head.forward,) * every,
-        gradients=(head.backward,) * every,
-        embedding=embedding,
-        latency=costs.latency,
+        return times
+    over = replace(
+        times,
+        statistics=(head.forward,) * job.pp,
+        gradients=(head.backward,) * job.pp,
+        embedding=(costs.embedding_seconds,) * job.pp if costs.is_embedding_shared else (),
         head_latency=phase_latency(costs.model, job, costs.hardware),
         chunks=job.chunks,
     )
-    return times.with_stalls(served=job.is_served)
+    return over.with_stalls(served=job.is_served)

@@ -9,151 +9,65 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .huggingface_types import DEFAULTS, NAMES
+from .huggingface_types import DEFAULTS, LINEAR, NAMES
 
 # Keys that are refused, unless they have one of these values, which change nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1, None),
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
-    "is_encoder_decoder": (False, None),
-    "add_cross_attention": (False, None),
-    "use_sliding_window": (False, None),
-    "use_bidirectional_attention": (False, None),
-    "attention_out_bias": (False, None),
-    "lm_head_bias": (False, None),
+    **dict.fromkeys(("is_encoder_decoder", "add_cross_attention"), (False, None)),
+    **dict.fromkeys(("use_sliding_window", "use_bidirectional_attention"), (False, None)),
+    **dict.fromkeys(("attention_out_bias", "lm_head_bias"), (False, None)),
 }
+_QWEN_MOE = "qwen2_moe qwen3_moe qwen3_5_moe_text"
 # Keys that change the numbers, and the types for which they are modelled. Types with the key
 # use_sliding_window, which REFUSED has, never use sliding_window.
-KEYS_OF_TYPES: dict[str, tuple[str, ...]] = {
-    "num_local_experts": ("mixtral",),
-    "num_experts": ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text"),
-    "n_routed_experts": ("deepseek_v3",),
-    "n_shared_experts": ("deepseek_v3",),
-    "moe_intermediate_size": ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "deepseek_v3"),
-    "shared_expert_intermediate_size": ("qwen2_moe", "qwen3_5_moe_text"),
-    "kv_lora_rank": ("deepseek_v3",),
-    "q_lora_rank": ("deepseek_v3",),
-    "qk_nope_head_dim": ("deepseek_v3",),
-    "qk_rope_head_dim": ("deepseek_v3",),
-    "v_head_dim": ("deepseek_v3",),
-    "sliding_window": (
-        "mistral",
-        "ministral",
-        "ministral3",
-        "mixtral",
-        "exaone4",
-        "olmo3",
-        "phi3",
-        "starcoder2",
-        "gemma2",
-        "gemma3_text",
-        "qwen2",
-        "qwen2_vl_text",
-        "qwen2_5_vl_text",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "smollm3",
-    ),
-    "sliding_window_pattern": ("gemma3_text", "exaone4"),
-    "window_size": ("gpt_neo",),
-    "attention_types": ("gpt_neo",),
-    "mlp_bias": ("llama", "granite", "smollm3"),
-    "use_qk_norm": ("cohere",),
-    "qk_layernorm": ("stablelm",),
-    "attn_output_gate": ("qwen3_5_text", "qwen3_5_moe_text"),
-    "attention_bias": (
-        "llama",
-        "qwen2",
-        "qwen2_vl_text",
-        "qwen2_5_vl_text",
-        "qwen3",
-        "qwen3_moe",
-        "qwen3_5_text",
-        "qwen3_5_moe_text",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "phi",
-        "gpt_neox",
-        "deepseek_v3",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "granite",
-        "glm4",
-        "smollm3",
-        "cohere",
-    ),
+_KEYS_OF_TYPES = {
+    "num_local_experts": "mixtral",
+    "num_experts": _QWEN_MOE,
+    "n_routed_experts n_shared_experts": "deepseek_v3",
+    "moe_intermediate_size": f"{_QWEN_MOE} deepseek_v3",
+    "shared_expert_intermediate_size": "qwen2_moe qwen3_5_moe_text",
+    "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim": "deepseek_v3",
+    "sliding_window": "mistral ministral ministral3 mixtral exaone4 olmo3 phi3 starcoder2 gemma2 "
+    "gemma3_text qwen2 qwen2_vl_text qwen2_5_vl_text qwen2_moe qwen3 qwen3_moe smollm3",
+    "sliding_window_pattern": "gemma3_text exaone4",
+    "window_size attention_types": "gpt_neo",
+    "mlp_bias": "llama granite smollm3",
+    "use_qk_norm": "cohere",
+    "qk_layernorm": "stablelm",
+    "attn_output_gate": "qwen3_5_text qwen3_5_moe_text",
+    "attention_bias": "llama qwen2 qwen2_vl_text qwen2_5_vl_text qwen3 qwen3_moe qwen3_5_text "
+    "qwen3_5_moe_text gemma gemma2 gemma3_text phi gpt_neox deepseek_v3 olmo olmo2 olmo3 granite "
+    "glm4 smollm3 cohere",
+}
+KEYS_OF_TYPES = {
+    key: kinds.split() for keys, kinds in _KEYS_OF_TYPES.items() for key in keys.split()
 }
 # Topics of _UNMODELLED that are modelled in some types.
-_MODELLED = {
-    "linear attention": ("qwen3_5_text", "qwen3_5_moe_text"),
-    "cross attention": ("mllama_text_model",),
-}
+_MODELLED = {"linear attention": LINEAR, "cross attention": ("mllama_text_model",)}
 # Topic -> keys of models that have it. A model here has it only in the types of _MODELLED.
-_UNMODELLED: dict[str, tuple[str, ...]] = {
-    "state-space or recurrent layers": (
-        "ssm_cfg",
-        "ssm_state_size",
-        "state_size",
-        "conv_kernel",
-        "conv1d_width",
-        "lru_width",
-        "mamba_d_conv",
-        "mamba_d_state",
-        "mamba_expand",
-        "mamba_n_heads",
-        "mamba_num_heads",
-    ),
-    "layers of several kinds": (
-        "attn_layer_indices",
-        "attn_layer_offset",
-        "attn_layer_period",
-        "block_types",
-        "expert_layer_offset",
-        "expert_layer_period",
-        "hybrid_override_pattern",
-        "interleave_moe_layer_step",
-        "layers_block_type",
-    ),
-    "linear attention": (
-        "full_attention_interval",
-        "linear_conv_kernel_dim",
-        "linear_key_head_dim",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_value_head_dim",
-    ),
-    "sparse or chunked attention": (
-        "attention_chunk_size",
-        "index_head_dim",
-        "index_n_heads",
-        "index_topk",
-        "sparse_attention",
-    ),
-    "cross attention": ("cross_attention_hidden_size", "cross_attention_layers"),
-    "an encoder": ("decoder_layers", "encoder_ffn_dim", "encoder_layers", "num_decoder_layers"),
-    "a part that is not text": ("audio_config", "vision_config"),
-    "experts by other names": (
-        "moe_num_experts",
-        "n_experts",
-        "num_shared_experts",
-        "shared_intermediate_size",
-    ),
-    "layers that share or add inputs": (
-        "altup_num_inputs",
-        "hidden_size_per_layer_input",
-        "laurel_rank",
-        "num_kv_shared_layers",
-        "num_loops",
-        "total_ut_steps",
-        "word_embed_proj_dim",
-    ),
-    "norms of queries and keys": ("qk_norm",),
+_UNMODELLED = {
+    "state-space or recurrent layers": "ssm_cfg ssm_state_size state_size conv_kernel conv1d_width "
+    "lru_width mamba_d_conv mamba_d_state mamba_expand mamba_n_heads mamba_num_heads",
+    "layers of several kinds": "attn_layer_indices attn_layer_offset attn_layer_period block_types "
+    "expert_layer_offset expert_layer_period hybrid_override_pattern interleave_moe_layer_step "
+    "layers_block_type",
+    "linear attention": "full_attention_interval linear_conv_kernel_dim linear_key_head_dim "
+    "linear_num_key_heads linear_num_value_heads linear_value_head_dim",
+    "sparse or chunked attention": "attention_chunk_size index_head_dim index_n_heads index_topk "
+    "sparse_attention",
+    "cross attention": "cross_attention_hidden_size cross_attention_layers",
+    "an encoder": "decoder_layers encoder_ffn_dim encoder_layers num_decoder_layers",
+    "a part that is not text": "audio_config vision_config",
+    "experts by other names": "moe_num_experts n_experts num_shared_experts "
+    "shared_intermediate_size",
+    "layers that share or add inputs": "altup_num_inputs hidden_size_per_layer_input laurel_rank "
+    "num_kv_shared_layers num_loops total_ut_steps word_embed_proj_dim",
+    "norms of queries and keys": "qk_norm",
 }
-_TOPIC_OF = {key: topic for topic, keys in _UNMODELLED.items() for key in keys}
+_TOPIC_OF = {key: topic for topic, keys in _UNMODELLED.items() for key in keys.split()}
 
 # Keys, by topic, that change no modelled size or time.
 _HARMLESS_TOPICS = {
@@ -183,26 +97,16 @@ _HARMLESS = {key for keys in _HARMLESS_TOPICS.values() for key in keys.split()}
 _HARMLESS_ENDS = ("_token_id", "_dropout", "_dropout_prob", "_pdrop")
 _HARMLESS_STARTS = ("_", "summary_", "encoder_no_repeat_", "begin_suppress_", "forced_")
 # Keys that change no modelled size or time in files of one type.
-HARMLESS_OF: dict[str, tuple[str, ...]] = {
-    "cohere": ("logit_scale",),
-    "granite": (
-        "attention_multiplier",
-        "embedding_multiplier",
-        "logits_scaling",
-        "residual_multiplier",
-    ),
-    "olmo": ("clip_qkv",),
-    "qwen3_5_text": ("mamba_ssm_dtype", "mlp_only_layers", "mtp_use_dedicated_embeddings"),
-    "qwen3_5_moe_text": ("mamba_ssm_dtype", "mtp_use_dedicated_embeddings"),
-    "smollm3": ("no_rope_layer_interval", "no_rope_layers"),
+HARMLESS_OF = {
+    "cohere": "logit_scale",
+    "granite": "attention_multiplier embedding_multiplier logits_scaling residual_multiplier",
+    "olmo": "clip_qkv",
+    "qwen3_5_text": "mamba_ssm_dtype mlp_only_layers mtp_use_dedicated_embeddings",
+    "qwen3_5_moe_text": "mamba_ssm_dtype mtp_use_dedicated_embeddings",
+    "smollm3": "no_rope_layer_interval no_rope_layers",
     # transformers reads norm_epsilon alone of these.
-    "starcoder2": (
-        "attention_softmax_in_fp32",
-        "mlp_type",
-        "norm_epsilon",
-        "norm_type",
-        "scale_attention_softmax_in_fp32",
-    ),
+    "starcoder2": "attention_softmax_in_fp32 mlp_type norm_epsilon norm_type "
+    "scale_attention_softmax_in_fp32",
 }
 
 
@@ -248,17 +152,13 @@ def keys_not_used(config: Mapping[str, Any], read: Iterable[str]) -> list[str]:
 
 
 class KeyReader:
-    """A reader of one file's keys.
-
-    Attributes:
-        read_keys: keys that were read, and keys of the type that do not matter.
-        notes: a sentence for each default taken; the caller adds others.
-    """
+    """A reader of one file's keys."""
 
     def __init__(self, config: Mapping[str, Any], kind: str) -> None:
         self.config, self.kind = config, kind
-        self.notes: list[str] = []
-        self.read_keys = set(HARMLESS_OF.get(kind, ()))
+        self.notes: list[str] = []  # a sentence for each default taken; the caller adds others
+        # Keys that were read, and keys of the type that do not matter.
+        self.read_keys = set(HARMLESS_OF.get(kind, "").split())
         self.names = NAMES.get(kind, {})
         self.defaults = DEFAULTS.get(kind, {})
 
@@ -278,6 +178,10 @@ class KeyReader:
             raise ValueError(f"{name} of {self.kind} must be an integer >= 1, got {value!r}")
         return value
 
+    def sizes(self, **keys: str) -> dict[str, Any]:
+        """Returns the `size` of each of `keys`, by its name here."""
+        return {name: self.size(key) for name, key in keys.items()}
+
     def value_or_default(self, key: str, default: Any) -> Any:
         """Returns a key's value; else notes and returns the type's default, or `default`."""
         value = self.value(key)
@@ -291,8 +195,7 @@ class KeyReader:
         """Returns `value_or_default`, an integer >= `least`."""
         value = self.value_or_default(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            rule = f"an integer >= {least}"
-            raise ValueError(f"{key} of {self.kind} must be {rule}, got {value!r}")
+            raise ValueError(f"{key} of {self.kind} must be an integer >= {least}, got {value!r}")
         return value
 
     def integer_or_zero(self, key: str) -> int:

@@ -17,19 +17,15 @@ CHUNK = 64
 class LinearAttention:
     """Sizes of linear attention.
 
-    Args:
-        key_heads, key_dim: number of heads of queries, and of keys, and their dims.
-        value_heads, value_dim: number of heads of values, and their dims.
-        kernel: tokens that the convolution sees.
     Raises:
         ValueError: a size is below 1, or key_heads do not divide value_heads.
     """
 
-    key_heads: int
+    key_heads: int  # number of heads of queries, and of keys
     value_heads: int
-    key_dim: int
+    key_dim: int  # dims of a head
     value_dim: int
-    kernel: int
+    kernel: int  # tokens that the convolution sees
 
     def __post_init__(self) -> None:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"):

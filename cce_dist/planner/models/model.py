@@ -11,83 +11,57 @@ from .linear_attention import LinearAttention
 class Model:
     """A decoder-only transformer.
 
-    Args:
-        classes: V of the loss, the tokenizer's size.
-        rows: rows of the embedding and the head, padding included; None: classes.
-        more_rows: further rows of the embedding alone.
-        mlp_dim: inner size of the MLP, or of one expert.
-        head_dim: dims of an attention head; None: dim / heads.
-        gated: the MLP has three matrices; False: two.
-        norms: number of norms of a layer.
-        norm_weight, norm_bias: each norm, the final norm included, has such a vector.
-        positions: number of learned positions, a vector each; 0: positions are computed.
-        experts: number of experts; 0: one MLP without a router.
-        experts_per_token: experts that a token goes through; 0: all.
-        shared_experts: number of experts that every token goes through.
-        shared_mlp_dim: inner size of a shared expert; 0: mlp_dim.
-        shared_gate: a vector gates the shared experts' output.
-        dense_layers, dense_mlp_dim: number of first layers that have one MLP, and its inner size.
-        qk_norm: attention has a norm of queries and a norm of keys, over a head.
-        qk_norm_heads: these norms have weights for each head, or are over all heads at once.
-        window, window_every: tokens that attention looks back at, in all but each window_every-th
-            layer (0: in every layer); a window of 0: all tokens.
-        window_offset: each window_every-th layer comes so many layers earlier.
-        kv_rank, query_rank: ranks of keys and values, and of queries, in multi-head latent
-            attention, arXiv:2405.04434. A kv_rank of 0: other attention. A query_rank of 0: queries
-            are computed from hidden.
-        rope_dim, value_dim: in latent attention, dims of a head with positions, in addition to
-            head_dim, and dims of a value.
-        query_gate: attention has a gate of the queries' size for the values of each head.
-        linear, linear_every: linear attention of all but each linear_every-th layer (0: of every
-            layer); None: no layer has linear attention.
-        image_layers: indices of layers with cross attention to images. Text skips them, so they
-            have parameters and take no time.
-        buffers: numbers in a checkpoint that are no parameters, such as causal masks.
     Raises:
         ValueError: a size is below 1, kv_heads do not divide heads, classes exceed rows, or a size
             belongs to a part that the model does not have.
     """
 
-    classes: int
+    classes: int  # V of the loss, the tokenizer's size
     dim: int
     layers: int
-    mlp_dim: int
+    mlp_dim: int  # inner size of the MLP, or of one expert
     heads: int
     kv_heads: int
-    rows: int | None = None
-    more_rows: int = 0
-    head_dim: int | None = None
-    gated: bool = True
+    rows: int | None = None  # of the embedding and the head, padding included; None: classes
+    more_rows: int = 0  # further rows of the embedding alone
+    head_dim: int | None = None  # None: dim / heads
+    gated: bool = True  # the MLP has three matrices; False: two
     tied: bool = False
-    norms: int = 2
-    norm_weight: bool = True
-    norm_bias: bool = False
+    norms: int = 2  # of a layer
+    norm_weight: bool = True  # each norm, the final one included, has it
+    norm_bias: bool = False  # as norm_weight
     qkv_bias: bool = False
-    out_bias: bool = False
+    out_bias: bool = False  # of attention's output
     mlp_bias: bool = False
     head_bias: bool = False
-    positions: int = 0
-    experts: int = 0
-    experts_per_token: int = 0
-    shared_experts: int = 0
-    shared_mlp_dim: int = 0
-    shared_gate: bool = False
-    dense_layers: int = 0
-    dense_mlp_dim: int = 0
-    qk_norm: bool = False
-    qk_norm_heads: bool = False
+    positions: int = 0  # number of learned positions, a vector each; 0: positions are computed
+    experts: int = 0  # 0: one MLP without a router
+    experts_per_token: int = 0  # 0: all
+    shared_experts: int = 0  # that every token goes through
+    shared_mlp_dim: int = 0  # inner size of one; 0: mlp_dim
+    shared_gate: bool = False  # a vector gates the shared experts' output
+    dense_layers: int = 0  # the first layers, which have one MLP
+    dense_mlp_dim: int = 0  # its inner size
+    qk_norm: bool = False  # attention has a norm of queries and a norm of keys, over a head
+    qk_norm_heads: bool = False  # they have weights for each head, or are over all heads at once
+    # Tokens that attention looks back at, in all but each window_every-th layer (0: in every
+    # layer); a window of 0: all tokens. Those layers come window_offset layers earlier.
     window: int = 0
     window_every: int = 0
     window_offset: int = 0
+    # Ranks of keys and values, and of queries, in multi-head latent attention, arXiv:2405.04434. A
+    # kv_rank of 0: other attention. A query_rank of 0: queries are computed from hidden.
     kv_rank: int = 0
     query_rank: int = 0
-    rope_dim: int = 0
-    value_dim: int = 0
-    query_gate: bool = False
+    rope_dim: int = 0  # in latent attention, a head's dims with positions, in addition to head_dim
+    value_dim: int = 0  # in latent attention, dims of a value
+    query_gate: bool = False  # attention has a gate of the queries' size for each head's values
+    # Linear attention of all but each linear_every-th layer (0: of every layer); None: of no layer.
     linear: LinearAttention | None = None
     linear_every: int = 0
+    # Layers with cross attention to images: text skips them, they have parameters but take no time.
     image_layers: tuple[int, ...] = ()
-    buffers: int = 0
+    buffers: int = 0  # numbers in a checkpoint that are no parameters, such as causal masks
 
     def __post_init__(self) -> None:
         for name in ("classes", "dim", "layers", "mlp_dim", "heads", "kv_heads"):
@@ -140,28 +114,24 @@ class Model:
         """Dims of a head's value."""
         return self.value_dim or self.size_of_head
 
-    @property
-    def attention_matrices(self) -> int:
-        """Number of parameters of attention's matrices."""
+    def attention_parameters(self, index: int) -> int:
+        kind, size = self.attention_of(index), self.size_of_head
+        if kind == "linear" and self.linear:
+            return self.linear.parameters(self.dim)
+        # Norms of a head's queries and keys, and two gates of one number each.
+        further = self.dim * self.out_bias + (2 * size + 2 if kind == "image" else 0)
         if self.kv_rank:
-            inner = self.heads * self.key_dim
+            inner, outer = self.heads * self.key_dim, self.heads * self.head_value_dim
             queries = inner * (self.query_rank or self.dim) + self.dim * self.query_rank
-            each = self.heads * (self.size_of_head + self.head_value_dim)
-            keys = self.dim * (self.kv_rank + self.rope_dim) + self.kv_rank * each
-            return queries + keys + self.heads * self.head_value_dim * self.dim
-        inner, outer = self.heads * self.size_of_head, self.kv_heads * self.size_of_head
-        return (2 + self.query_gate) * self.dim * inner + 2 * self.dim * outer
-
-    @property
-    def attention_parameters(self) -> int:
-        parameters = self.attention_matrices + self.dim * self.out_bias
-        if self.kv_rank:
-            return parameters + self.kv_rank + self.query_rank  # their norms
-        inner, outer = self.heads * self.size_of_head, self.kv_heads * self.size_of_head
+            keys = self.dim * (self.kv_rank + self.rope_dim)
+            values = self.kv_rank * (self.heads * size + outer)
+            norms = self.kv_rank + self.query_rank
+            return queries + keys + values + outer * self.dim + norms + further
+        inner, outer = self.heads * size, self.kv_heads * size
         normed = self.heads + self.kv_heads if self.qk_norm_heads else 2
-        norms = normed * self.size_of_head * self.qk_norm
         projected = inner * (1 + self.query_gate) + 2 * outer
-        return parameters + projected * self.qkv_bias + norms
+        matrices = self.dim * (projected + inner)
+        return matrices + projected * self.qkv_bias + normed * size * self.qk_norm + further
 
     def attention_of(self, index: int) -> str:
         """Returns "full", "window", "linear" or "image": the attention of the `index`-th layer."""
@@ -175,28 +145,11 @@ class Model:
                 return name
         return "full"
 
-    def attention_parameters_of(self, index: int) -> int:
-        kind = self.attention_of(index)
-        if kind == "linear" and self.linear:
-            return self.linear.parameters(self.dim)
-        # Norms of a head's queries and keys, and two gates of one number each.
-        image = 2 * self.size_of_head + 2 if kind == "image" else 0
-        return self.attention_parameters + image
-
     def mlp_of(self, mlp_dim: int) -> int:
         """Returns the parameters of an MLP of this inner size."""
         inner = 2 if self.gated else 1
         biases = (inner * mlp_dim + self.dim) * self.mlp_bias
         return (inner + 1) * self.dim * mlp_dim + biases
-
-    @property
-    def mlp_parameters(self) -> int:
-        """Parameters of all experts, their router and the shared experts' gate."""
-        expert = self.mlp_of(self.mlp_dim)
-        if not self.experts:
-            return expert
-        shared = self.shared_experts * self.mlp_of(self.size_of_shared)
-        return self.experts * (expert + self.dim) + shared + self.dim * self.shared_gate
 
     @property
     def size_of_shared(self) -> int:
@@ -208,16 +161,13 @@ class Model:
         """Parameters of a norm."""
         return self.dim * (self.norm_weight + self.norm_bias)
 
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of a layer after the dense layers."""
-        return self.parameters_of_layer(self.layers)
-
     def parameters_of_layer(self, index: int) -> int:
-        is_dense = index < self.dense_layers
-        mlp = self.mlp_of(self.dense_mlp_dim) if is_dense else self.mlp_parameters
-        attention = self.attention_parameters_of(index)
-        return attention + mlp + self.norms * self.norm_parameters
+        mlp = self.mlp_of(self.dense_mlp_dim if index < self.dense_layers else self.mlp_dim)
+        if self.experts and index >= self.dense_layers:
+            # All experts, their router and the shared experts' gate.
+            shared = self.shared_experts * self.mlp_of(self.size_of_shared)
+            mlp = self.experts * (mlp + self.dim) + shared + self.dim * self.shared_gate
+        return self.attention_parameters(index) + mlp + self.norms * self.norm_parameters
 
     @property
     def head_parameters(self) -> int:
@@ -229,89 +179,3 @@ class Model:
         head = self.num_rows * self.head_bias if self.tied else self.head_parameters
         layers = sum(self.parameters_of_layer(index) for index in range(self.layers))
         return embedding + head + layers + self.norm_parameters
-
-
-def _gpt2(dim: int, layers: int, heads: int, positions: int, saved: int, qkv_bias: bool) -> Model:
-    return Model(
-        classes=50257,
-        dim=dim,
-        layers=layers,
-        mlp_dim=4 * dim,
-        heads=heads,
-        kv_heads=heads,
-        gated=False,
-        tied=True,
-        norm_bias=True,
-        qkv_bias=qkv_bias,
-        out_bias=True,
-        mlp_bias=True,
-        positions=positions,
-        # Causal masks of `saved` layers.
-        buffers=saved * positions**2,
-    )
-
-
-def _llama(
-    classes: int,
-    dim: int,
-    layers: int,
-    mlp_dim: int,
-    heads: int,
-    kv_heads: int,
-    *,
-    rows: int | None = None,
-    head_dim: int | None = None,
-    tied: bool = False,
-    norms: int = 2,
-    qkv_bias: bool = False,
-    experts: int = 0,
-) -> Model:
-    return Model(
-        classes=classes,
-        dim=dim,
-        layers=layers,
-        mlp_dim=mlp_dim,
-        heads=heads,
-        kv_heads=kv_heads,
-        rows=rows,
-        head_dim=head_dim,
-        tied=tied,
-        norms=norms,
-        qkv_bias=qkv_bias,
-        experts=experts,
-    )
-
-
-# The models of Cut Cross-Entropy's Table A3, in its order, from their public configurations.
-PAPER = {
-    "GPT2": _gpt2(768, 12, 12, 1024, 12, True),
-    "GPT Neo (1.3B)": _gpt2(2048, 24, 16, 2048, 12, False),
-    "GPT Neo (2.7B)": _gpt2(2560, 32, 20, 2048, 16, False),
-    "Gemma (2B)": _llama(256000, 2048, 18, 16384, 8, 1, head_dim=256, tied=True),
-    "Gemma 2 (27B)": _llama(256000, 4608, 46, 36864, 32, 16, head_dim=128, tied=True, norms=4),
-    "Gemma 2 (2B)": _llama(256000, 2304, 26, 9216, 8, 4, head_dim=256, tied=True, norms=4),
-    "Llama 2 (13B)": _llama(32000, 5120, 40, 13824, 40, 40),
-    "Llama 2 (7B)": _llama(32000, 4096, 32, 11008, 32, 32),
-    "Llama 3 (70B)": _llama(128256, 8192, 80, 28672, 64, 8),
-    "Llama 3 (8B)": _llama(128256, 4096, 32, 14336, 32, 8),
-    "Mistral 7B": _llama(32000, 4096, 32, 14336, 32, 8),
-    "Mixtral 8x7B": _llama(32000, 4096, 32, 14336, 32, 8, experts=8),
-    "Phi 1.5": Model(
-        classes=50295,
-        rows=51200,
-        dim=2048,
-        layers=24,
-        mlp_dim=8192,
-        heads=32,
-        kv_heads=32,
-        gated=False,
-        norms=1,
-        norm_bias=True,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        head_bias=True,
-    ),
-    "Phi3 Medium": _llama(32011, 5120, 40, 17920, 40, 10, rows=32064),
-    "Qwen1.5 (7B)": _llama(151646, 4096, 32, 11008, 32, 32, rows=151936, qkv_bias=True),
-}

@@ -3,91 +3,56 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from typing import Any
 
 from cce_dist.planner.names import nearest_name
 
-from .model import PAPER, Model
+from .model import Model
 
-_GEMMA2_2B = Model(
-    classes=256000,
-    dim=2304,
-    layers=26,
-    mlp_dim=9216,
-    heads=8,
-    kv_heads=4,
-    head_dim=256,
-    tied=True,
-    norms=4,
-    window=4096,
-    window_every=2,
+_GEMMA2 = {"tied": True, "norms": 4, "window": 4096, "window_every": 2}
+_PLAIN = {"gated": False, "norm_bias": True, "out_bias": True, "mlp_bias": True}
+_GPT2 = _PLAIN | {"tied": True, "qkv_bias": True, "positions": 1024, "buffers": 12 * 1024**2}
+_GPT_NEO = _PLAIN | {"tied": True, "positions": 2048}
+# Without its layer of multi-token prediction.
+_DEEPSEEK_V3 = (
+    {"experts": 256, "experts_per_token": 8, "shared_experts": 1}
+    | {"dense_layers": 3, "dense_mlp_dim": 18432, "kv_rank": 512, "query_rank": 1536}
+    | {"head_dim": 128, "rope_dim": 64, "value_dim": 128}
 )
-_LLAMA3_8B = Model(classes=128256, dim=4096, layers=32, mlp_dim=14336, heads=32, kv_heads=8)
-_QWEN25_7B = Model(
-    classes=151665,
-    rows=152064,
-    dim=3584,
-    layers=28,
-    mlp_dim=18944,
-    heads=28,
-    kv_heads=4,
-    qkv_bias=True,
-)
-
+_SIZES = ("classes", "dim", "layers", "mlp_dim", "heads", "kv_heads")
+# Values of _SIZES, then other fields. The last nine are of Cut Cross-Entropy's Table A3.
+_PRESETS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "gemma2-2b": ((256000, 2304, 26, 9216, 8, 4), _GEMMA2 | {"head_dim": 256}),
+    "gemma2-9b": ((256000, 3584, 42, 14336, 16, 8), _GEMMA2 | {"head_dim": 256}),
+    "gemma2-27b": ((256000, 4608, 46, 36864, 32, 16), _GEMMA2 | {"head_dim": 128}),
+    "llama3-8b": ((128256, 4096, 32, 14336, 32, 8), {}),
+    "llama3-70b": ((128256, 8192, 80, 28672, 64, 8), {}),
+    "qwen2.5-7b": ((151665, 3584, 28, 18944, 28, 4), {"rows": 152064, "qkv_bias": True}),
+    "qwen2.5-72b": ((151665, 8192, 80, 29568, 64, 8), {"rows": 152064, "qkv_bias": True}),
+    "qwen3-8b": (
+        (151669, 4096, 36, 12288, 32, 8),
+        {"rows": 151936, "head_dim": 128, "qk_norm": True},
+    ),
+    "mistral-7b": ((32000, 4096, 32, 14336, 32, 8), {}),
+    "mistral-nemo": ((131072, 5120, 40, 14336, 32, 8), {"head_dim": 128}),
+    "mixtral-8x7b": ((32000, 4096, 32, 14336, 32, 8), {"experts": 8, "experts_per_token": 2}),
+    "deepseek-v3": ((129280, 7168, 61, 2048, 128, 128), _DEEPSEEK_V3),
+    "GPT2": ((50257, 768, 12, 3072, 12, 12), _GPT2),
+    "GPT Neo (1.3B)": ((50257, 2048, 24, 8192, 16, 16), _GPT_NEO | {"buffers": 12 * 2048**2}),
+    "GPT Neo (2.7B)": ((50257, 2560, 32, 10240, 20, 20), _GPT_NEO | {"buffers": 16 * 2048**2}),
+    "Gemma (2B)": ((256000, 2048, 18, 16384, 8, 1), {"head_dim": 256, "tied": True}),
+    "Llama 2 (13B)": ((32000, 5120, 40, 13824, 40, 40), {}),
+    "Llama 2 (7B)": ((32000, 4096, 32, 11008, 32, 32), {}),
+    "Phi 1.5": (
+        (50295, 2048, 24, 8192, 32, 32),
+        _PLAIN | {"rows": 51200, "norms": 1, "qkv_bias": True, "head_bias": True},
+    ),
+    "Phi3 Medium": ((32011, 5120, 40, 17920, 40, 10), {"rows": 32064}),
+    "Qwen1.5 (7B)": ((151646, 4096, 32, 11008, 32, 32), {"rows": 151936, "qkv_bias": True}),
+}
 MODELS: dict[str, Model] = {
-    "gemma2-2b": _GEMMA2_2B,
-    "gemma2-9b": replace(_GEMMA2_2B, dim=3584, layers=42, mlp_dim=14336, heads=16, kv_heads=8),
-    "gemma2-27b": replace(
-        _GEMMA2_2B, dim=4608, layers=46, mlp_dim=36864, heads=32, kv_heads=16, head_dim=128
-    ),
-    "llama3-8b": _LLAMA3_8B,
-    "llama3-70b": replace(_LLAMA3_8B, dim=8192, layers=80, mlp_dim=28672, heads=64),
-    "qwen2.5-7b": _QWEN25_7B,
-    "qwen2.5-72b": replace(_QWEN25_7B, dim=8192, layers=80, mlp_dim=29568, heads=64, kv_heads=8),
-    "qwen3-8b": Model(
-        classes=151669,
-        rows=151936,
-        dim=4096,
-        layers=36,
-        mlp_dim=12288,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        qk_norm=True,
-    ),
-    "mistral-7b": Model(classes=32000, dim=4096, layers=32, mlp_dim=14336, heads=32, kv_heads=8),
-    "mistral-nemo": Model(
-        classes=131072, dim=5120, layers=40, mlp_dim=14336, heads=32, kv_heads=8, head_dim=128
-    ),
-    "mixtral-8x7b": Model(
-        classes=32000,
-        dim=4096,
-        layers=32,
-        mlp_dim=14336,
-        heads=32,
-        kv_heads=8,
-        experts=8,
-        experts_per_token=2,
-    ),
-    # Without its layer of multi-token prediction.
-    "deepseek-v3": Model(
-        classes=129280,
-        dim=7168,
-        layers=61,
-        mlp_dim=2048,
-        heads=128,
-        kv_heads=128,
-        head_dim=128,
-        experts=256,
-        experts_per_token=8,
-        shared_experts=1,
-        dense_layers=3,
-        dense_mlp_dim=18432,
-        kv_rank=512,
-        query_rank=1536,
-        rope_dim=64,
-        value_dim=128,
-    ),
+    name: Model(**dict(zip(_SIZES, sizes, strict=True)), **fields)
+    for name, (sizes, fields) in _PRESETS.items()
 }
 
 
@@ -96,23 +61,16 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
-def model_names() -> list[str]:
-    """Lists the presets, then the paper's models that are no presets."""
-    known = {_plain(name) for name in MODELS}
-    return [*MODELS, *(name for name in PAPER if _plain(name) not in known)]
-
-
 def find_model(name: str) -> Model:
     """Finds a preset; case, spaces, hyphens and parentheses of the name do not matter.
 
     Raises:
         ValueError: no preset has this name.
     """
-    for presets in (MODELS, PAPER):
-        for preset, model in presets.items():
-            if _plain(preset) == _plain(name):
-                return model
+    for preset, model in MODELS.items():
+        if _plain(preset) == _plain(name):
+            return model
     raise ValueError(
-        f"model must be a config.json or one of {model_names()}, got {name!r}, which is neither "
-        f"a file nor a preset{nearest_name(name, model_names())}"
+        f"model must be a config.json or one of {list(MODELS)}, got {name!r}, which is neither "
+        f"a file nor a preset{nearest_name(name, MODELS)}"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from .vocab_1f1b import Pass
@@ -84,58 +84,55 @@ class _Rules(NamedTuple):
     unawaited: int
 
 
-def _steps(each: Pass, rank: int, rules: _Rules) -> list[_Step]:
-    """Lists a pass's steps.
+def _steps(each: Pass, rank: int, rules: _Rules) -> Iterator[_Step]:
+    """Yields a pass's steps.
 
     The name of a message has both ranks, as "F0:1". Its receiver starts it and waits at once; its
     sender does not wait.
     """
     kind, index, last = each.kind, each.microbatch, rules.last
 
-    def receive(name: str) -> list[_Step]:
-        return [_Step("start", name, index), _Step("wait", name, index)]
+    def start(name: str) -> _Step:
+        return _Step("start", name, index)
 
-    def send(name: str) -> list[_Step]:
-        before = index - rules.unawaited
-        return [
-            *([_Step("wait", name, before)] if before >= 0 else []),
-            _Step("start", name, index),
-        ]
+    def wait(name: str, at: int = index) -> _Step:
+        return _Step("wait", name, at)
 
-    steps: list[_Step] = []
-    if kind == "F":
-        if rank:
-            steps += receive(f"F{rank - 1}:{rank}")
+    if kind in "FB":
+        source, target = (rank - 1, rank + 1) if kind == "F" else (rank + 1, rank - 1)
+        if 0 <= source <= last:
+            message = f"{kind}{source}:{rank}"
+            yield from (start(message), wait(message))
+        elif kind == "B":
+            yield wait("sum")
         elif rules.embeds:
-            steps.append(_Step("wait", "rows", index))
-        if rank < last:
-            steps += send(f"F{rank}:{rank + 1}")
-        else:
-            steps.append(_Step("start", "post", index))
+            yield wait("rows")
+        if 0 <= target <= last:
+            message = f"{kind}{rank}:{target}"
+            if index >= rules.unawaited:
+                yield wait(message, index - rules.unawaited)
+            yield start(message)
+        elif kind == "F":
+            yield start("post")
     elif kind == "S":
         if rank < last:
-            steps.append(_Step("start", "post", index))
-        steps += [_Step("wait", "post", index), _Step("start", "merge", index)]
+            yield start("post")
+        yield from (wait("post"), start("merge"))
         if rules.weighs and rank < last:
-            steps.append(_Step("start", "upstream", index))
+            yield start("upstream")
     elif kind == "U":
-        steps += [_Step("wait", "merge", index), _Step("start", "upstream", index)]
+        yield from (wait("merge"), start("upstream"))
     elif kind == "T":
-        steps.append(_Step("wait", "merge", index))
+        yield wait("merge")
         if rules.weighs and rank < last:
-            steps.append(_Step("wait", "upstream", index))
-        steps.append(_Step("start", "sum", index))
+            yield wait("upstream")
+        yield start("sum")
         if rank < last and index >= 2:
-            steps.append(_Step("wait", "sum", index - 2))
-    elif kind == "B":
-        steps += [_Step("wait", "sum", index)] if rank == last else receive(f"B{rank + 1}:{rank}")
-        if rank:
-            steps += send(f"B{rank}:{rank - 1}")
+            yield wait("sum", index - 2)
     elif kind == "E":
-        steps += [_Step("start", "ask", asked) for asked in rules.asks[index]]
-        steps += [_Step("wait", "ask", index), _Step("start", "rows", index)]
+        yield from (_Step("start", "ask", asked) for asked in rules.asks[index])
+        yield from (wait("ask"), start("rows"))
     else:
-        steps += [_Step("wait", "rows", index), _Step("start", "give", index)]
+        yield from (wait("rows"), start("give"))
         if index:
-            steps.append(_Step("wait", "give", index - 1))
-    return steps
+            yield wait("give", index - 1)

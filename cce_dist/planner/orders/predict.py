@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .schedules import Schedule, make_schedule, peak_of_held
-from .served import Served, run_served
+from .served import run_served
 from .timeline import Timeline, Work, run_orders
 from .vocab_1f1b import Times
 
@@ -63,17 +63,14 @@ class StageTimes:
                     f"{name} must have a time for each of {len(self.forward) // self.chunks} "
                     f"ranks, or none, got {count}"
                 )
-        for name in ("forward", "backward", "statistics", "gradients", "embedding"):
-            for value in getattr(self, name):
-                if not 0 <= value < math.inf:
-                    raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
-        if not any((*self.forward, *self.backward)):
-            raise ValueError("forward and backward must have a time > 0, got zeros alone")
         if not 0 <= self.weight_share <= 1:
             raise ValueError(f"weight_share must be within 0 and 1, got {self.weight_share!r}")
-        for name in ("latency", "head_latency", "stalled"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)!r}")
+        for name, value in vars(self).items():
+            for number in value if isinstance(value, tuple) else (value,):
+                if not 0 <= number < math.inf:
+                    raise ValueError(f"{name} must be >= 0 and finite, got {number!r}")
+        if not any((*self.forward, *self.backward)):
+            raise ValueError("forward and backward must have a time > 0, got zeros alone")
 
     @property
     def is_over_ranks(self) -> bool:
@@ -107,19 +104,12 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of a step, without the optimizer.
+    """The prediction of a step, without the optimizer."""
 
-    Args:
-        seconds: until the last rank is done.
-        closed_form: the same by formula, None where there is none.
-        busy: time in which each rank works.
-        most_held: the most microbatches that each rank holds at once, counted in its chunks.
-    """
-
-    seconds: float
-    closed_form: float | None
-    busy: tuple[float, ...]
-    most_held: tuple[float, ...]
+    seconds: float  # until the last rank is done
+    closed_form: float | None  # the same by formula, None where there is none
+    busy: tuple[float, ...]  # time in which each rank works
+    most_held: tuple[float, ...]  # the most microbatches a rank holds at once, in its chunks
     schedule: Schedule
     timeline: Timeline
 
@@ -184,7 +174,8 @@ def simulate_schedule(schedule: Schedule, times: StageTimes) -> Prediction:
         return _work_of_stage(schedule, times, rank, kind, chunk)
 
     if times.is_over_ranks and schedule.name != "vocab":
-        timeline = run_served(schedule.orders, work, _served(schedule, times))
+        last = schedule.stages - 1
+        timeline = run_served(schedule.orders, work, last, embeds=bool(times.embedding))
     else:
         timeline = run_orders(schedule.orders, work, dict.fromkeys("STEG", schedule.ranks))
     return Prediction(
@@ -236,16 +227,6 @@ def _work_of_head(schedule: Schedule, times: StageTimes, rank: int, kind: str) -
     lists = {"S": times.statistics, "T": times.gradients}
     taken = lists.get(kind, times.embedding)[rank] + (times.stalled if kind == "S" else 0.0)
     return Work(taken, waits.get(kind), times.head_latency, kind)
-
-
-def _served(schedule: Schedule, times: StageTimes) -> Served:
-    return Served(
-        statistics=[seconds + times.stalled for seconds in times.statistics],
-        gradients=times.gradients,
-        embedding=times.embedding,
-        latency=times.head_latency,
-        last=schedule.stages - 1,
-    )
 
 
 def closed_form(schedule: Schedule, times: StageTimes) -> float | None:

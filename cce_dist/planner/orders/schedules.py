@@ -6,6 +6,7 @@ has the stages r and 2 p - 1 - r, so the first rank also has the last stage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -18,20 +19,17 @@ from .vocab_1f1b import Times, plan_vocab_order
 Name = Literal["gpipe", "1f1b", "interleaved", "zbv", "vocab"]
 MakeTask = Callable[..., Task]
 NAMES: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved", "zbv", "vocab")
+# The fewest and the most stages of a rank; (1, 1) for the others.
+CHUNKS: dict[str, tuple[int, float]] = {"interleaved": (2, math.inf), "zbv": (2, 2)}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule's tasks.
-
-    Args:
-        orders: each rank's tasks, in order.
-        chunks: number of stages of a rank.
-    """
+    """A schedule's tasks."""
 
     name: Name
-    orders: tuple[tuple[Task, ...], ...]
-    chunks: int = 1
+    orders: tuple[tuple[Task, ...], ...]  # each rank's tasks
+    chunks: int = 1  # number of stages of a rank
     microbatches: int = 1
 
     @cached_property
@@ -52,15 +50,14 @@ class Schedule:
             return self.stages - 1 - rank
         return chunk * self.ranks + rank
 
+    def stages_of(self, rank: int) -> list[int]:
+        return [self.stage(rank, chunk) for chunk in range(self.chunks)]
+
     def rank(self, stage: int) -> int:
         """Returns the rank of a stage."""
         if self.name == "zbv" and stage >= self.ranks:
             return self.stages - 1 - stage
         return stage % self.ranks
-
-    @property
-    def splits_backward(self) -> bool:
-        return self.name == "zbv"
 
     @cached_property
     def weighs(self) -> bool:
@@ -96,8 +93,8 @@ def make_schedule(
         raise ValueError(f"schedule must be one of {list(NAMES)}, got {name!r}")
     if framework not in ("torch", "megatron"):
         raise ValueError(f"framework must be 'torch' or 'megatron', got {framework!r}")
-    least, most = {"interleaved": (2, None), "zbv": (2, 2)}.get(name, (1, 1))
-    if chunks < least or (most is not None and chunks > most):
+    least, most = CHUNKS.get(name, (1, 1))
+    if not least <= chunks <= most:
         rule = f"{least}" if most == least else f">= {least}"
         raise ValueError(f"chunks (stages of a rank) must be {rule} for {name!r}, got {chunks}")
     every = range(ranks)
@@ -234,8 +231,6 @@ def held_of(order: Sequence[Task], chunks: int) -> tuple[Held, ...]:
     their number does not grow with that of the microbatches.
     """
     frees = "W" if "W" in {kind for kind, _, _ in order} else "B"
-    if chunks == 1:
-        return _held_of_one_chunk(order, frees)
     now, peaks = [0] * chunks, set()
     for kind, _, chunk in order:
         if kind == "F":
@@ -262,23 +257,8 @@ def _largest(peaks: set[tuple[Any, int, tuple[int, ...]]]) -> Iterator[Held]:
             yield Held(kind, chunk, counts)
 
 
-def _held_of_one_chunk(order: Sequence[Task], frees: str) -> tuple[Held, ...]:
-    now, most = 0, dict.fromkeys(("B", "F", "head"), -1)
-    for kind, _, _ in order:
-        held_kind = "head"
-        if kind == "F":
-            now, held_kind = now + 1, "F"
-        elif kind in "BIW":
-            held_kind = "B"
-        if now > most[held_kind]:
-            most[held_kind] = now
-        if kind == frees:
-            now -= 1
-    return tuple(Held(kind, 0, (count,)) for kind, count in most.items() if count >= 0)  # pyright: ignore
-
-
-def peak_held(
-    order: Sequence[Task],
+def peak_of_held(
+    every: Sequence[Held],
     held: Sequence[float],
     working: Sequence[float] | None = None,
     *,
@@ -287,21 +267,11 @@ def peak_held(
     """Returns the most memory that a rank needs in the order of its tasks, in the unit of `held`.
 
     Args:
+        every: the order's peaks, by `held_of`.
         held: memory of a microbatch, by chunk, from its forward to its backward (or to W).
         working: further memory while a backward runs, by chunk; None: 0.
         phases: further memory while a task of the head over all ranks runs.
     """
-    return peak_of_held(held_of(order, len(held)), held, working, phases=phases)
-
-
-def peak_of_held(
-    every: Sequence[Held],
-    held: Sequence[float],
-    working: Sequence[float] | None = None,
-    *,
-    phases: float = 0.0,
-) -> float:
-    """Returns `peak_held` of an order whose peaks are known, by `held_of`."""
     most = 0.0
     for kind, chunk, counts in every:
         further = phases if kind == "head" else 0.0

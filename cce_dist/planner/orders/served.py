@@ -32,42 +32,36 @@ from .timeline import (
 _HEAD = -1
 
 
-@dataclass(frozen=True)
-class Served:
-    """The thread's work for a microbatch.
-
-    Args:
-        statistics, gradients: seconds of S and T on each rank.
-        embedding: seconds of E, and of G, on each rank; (): the embedding is on the first stage.
-        latency: seconds of each collective: before S, between S and T, after T.
-        last: the last stage, for which the thread computes loss and gradient.
-    """
-
-    statistics: Sequence[float]
-    gradients: Sequence[float]
-    embedding: Sequence[float]
-    latency: float
-    last: int
-
-
 def run_served(
-    orders: Sequence[Sequence[Task]], work: Callable[[int, str, int], Work], head: Served
+    orders: Sequence[Sequence[Task]],
+    work: Callable[[int, str, int], Work],
+    last: int,
+    *,
+    embeds: bool,
 ) -> Timeline:
     """Simulates a schedule's passes, as `run_orders`, and the thread's phases.
 
     Args:
         work: as in `run_orders`; the last stage's backward waits for the gate "T", which opens when
-            the microbatch's sum has arrived.
+            the microbatch's sum has arrived. The delay of S is that of each collective: before S,
+            between S and T, after T.
+        last: the last stage, for which the thread computes loss and gradient.
+        embeds: the input embedding is over all ranks.
     Raises:
         ValueError: ranks wait for one another in a circle.
     """
-    count = count_microbatches(orders)
+    count, latency = count_microbatches(orders), work(0, "S", 0).delay
+    phases = {
+        kind: [work(rank, kind, 0).seconds for rank in range(len(orders))]
+        for kind in ("STEG" if embeds else "ST")
+    }
     gates = Gates(count, {})
-    before = count * (max(head.embedding) + head.latency) if head.embedding else 0.0
+    before = count * (max(phases["E"]) + latency) if embeds else 0.0
     ranks = [
         _Rank(order, gates.lanes(rank, order, work), before) for rank, order in enumerate(orders)
     ]
-    simulation = _Simulation(ranks, head, gates.named(("F", head.last)), gates.named("T"), before)
+    hidden, summed = gates.named(("F", last)), gates.named("T")
+    simulation = _Simulation(ranks, phases, latency, hidden, summed, before)
     simulation.run()
     require_ends(orders, [rank.ends for rank in ranks])
     return simulation.timeline(count)
@@ -102,7 +96,8 @@ class _Simulation:
     """The state of the ranks and of the thread, which runs on all ranks alike."""
 
     ranks: list[_Rank]
-    head: Served
+    seconds: Mapping[str, Sequence[float]]  # of each phase, on each rank
+    latency: float
     hidden: Gate  # opens after the last stage's forward
     summed: Gate  # opens when the hidden gradient is summed
     free: float  # time at which the thread ended its last microbatch
@@ -169,39 +164,38 @@ class _Simulation:
         """Starts the thread's next microbatch, if its last forward has ended."""
         self.phase = "S" if self.served < self.num_ready else ""
         if self.phase:
-            heappush(self.events, (now + self.head.latency, _HEAD))
+            heappush(self.events, (now + self.latency, _HEAD))
 
     def _phase(self, now: float) -> None:
-        head, index = self.head, self.served
+        index = self.served
         if self.phase == "sum":
             self.served += 1
             self.free = now
             self._open(self.summed, index, now)
             self._start_microbatch(now)
             return
-        lists = {"S": head.statistics, "T": head.gradients}
-        for rank, seconds in zip(self.ranks, lists[self.phase], strict=True):
+        taken = self.seconds[self.phase]
+        for rank, seconds in zip(self.ranks, taken, strict=True):
             rank.interrupt(now, seconds)
-        self.phases.append(Phase(Task(self.phase, index), now, lists[self.phase]))
-        heappush(self.events, (now + max(lists[self.phase]) + head.latency, _HEAD))
+        self.phases.append(Phase(Task(self.phase, index), now, taken))
+        heappush(self.events, (now + max(taken) + self.latency, _HEAD))
         self.phase = "T" if self.phase == "S" else "sum"
 
     def timeline(self, count: int) -> Timeline:
+        after = max(self.free, *(rank.free for rank in self.ranks)) + self.latency
         return Timeline(
             [rank.order for rank in self.ranks],
             [rank.starts for rank in self.ranks],
             [rank.ends for rank in self.ranks],
-            [*self._rows("E", count, 0.0), *self.phases, *self._rows("G", count, self._after())],
+            [*self._rows("E", count, 0.0), *self.phases, *self._rows("G", count, after)],
             # By how much the phases have extended each rank's tasks.
             [sum(map(sub, rank.ends, rank.starts)) - rank.worked for rank in self.ranks],
         )
 
     def _rows(self, kind: str, count: int, start: float) -> list[Phase]:
         """Returns E or G of all microbatches, one after the other."""
-        if not self.head.embedding:
+        if kind not in self.seconds:
             return []
-        each, rows = max(self.head.embedding) + self.head.latency, self.head.embedding
-        return [Phase(Task(kind, n), start + n * each, rows) for n in range(count)]
-
-    def _after(self) -> float:
-        return max(self.free, *(rank.free for rank in self.ranks)) + self.head.latency
+        taken = self.seconds[kind]
+        each = max(taken) + self.latency
+        return [Phase(Task(kind, n), start + n * each, taken) for n in range(count)]

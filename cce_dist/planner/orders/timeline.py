@@ -52,18 +52,13 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The times of each rank's tasks, in its order.
-
-    Args:
-        phases: phases that ran in parallel to the tasks, in the order of time.
-        paused: seconds of each rank's tasks in which phases ran instead; (): none.
-    """
+    """The times of each rank's tasks, in its order."""
 
     orders: Sequence[Sequence[Task]]
     starts: Sequence[Sequence[float]]
     ends: Sequence[Sequence[float]]
-    phases: Sequence[Phase] = ()
-    paused: Sequence[float] = ()
+    phases: Sequence[Phase] = ()  # that ran in parallel to the tasks, in the order of time
+    paused: Sequence[float] = ()  # seconds of each rank's tasks in which phases ran instead
 
     @cached_property
     def ranks(self) -> tuple[tuple[Span, ...], ...]:
@@ -91,20 +86,13 @@ class Timeline:
 
 
 class Gate:
-    """A gate that opens, for each microbatch, when the last of its tasks has arrived.
-
-    Attributes:
-        opened: time of opening, by microbatch; None: closed.
-        latest: time of the last arrival, by microbatch.
-        missing: number of tasks that have not arrived, by microbatch.
-        waiting: ranks that wait, by microbatch.
-    """
+    """A gate that opens, for each microbatch, when the last of its tasks has arrived."""
 
     def __init__(self, microbatches: int, arrivals: int) -> None:
-        self.opened: list[float | None] = [None] * microbatches
-        self.latest = [0.0] * microbatches
-        self.missing = [arrivals] * microbatches
-        self.waiting: dict[int, list[int]] = {}
+        self.opened: list[float | None] = [None] * microbatches  # time of opening; None: closed
+        self.latest = [0.0] * microbatches  # time of the last arrival
+        self.missing = [arrivals] * microbatches  # number of tasks that have not arrived
+        self.waiting: dict[int, list[int]] = {}  # ranks that wait, by microbatch
 
 
 class Lane(NamedTuple):

@@ -59,14 +59,10 @@ class Times:
     embedding: float = 0.0  # E, and G
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward", "statistics", "gradients"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be > 0 and finite, got {value!r}")
-        for name in ("latency", "embedding"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
+        for name, value in vars(self).items():
+            rule = ">= 0" if name in ("latency", "embedding") else "> 0"
+            if not 0 <= value < math.inf or (value == 0 and rule == "> 0"):
+                raise ValueError(f"{name} must be {rule} and finite, got {value!r}")
 
     def of(self, kind: Kind) -> float:
         times = {"F": self.forward, "B": self.backward, "S": self.statistics, "T": self.gradients}
@@ -115,9 +111,8 @@ def plan_vocab_order(
     start["G"] = [start["B"][0] + times.backward + times.latency] * ranks
     # U comes before passes that start at the same time.
     kinds: list[Kind] = ["U", *CYCLE, *EMBEDDING] if embeds else ["U", *CYCLE]
-    passes: dict[Kind, list[Pass]] = {}
-    for kind in kinds:
-        passes[kind] = [Pass(kind, index) for index in range(microbatches)]
+    indices = range(microbatches)
+    passes: dict[Kind, list[Pass]] = {kind: [Pass(kind, i) for i in indices] for kind in kinds}
     orders = []
     for rank in every:
         here = kinds if weighs and rank == ranks - 1 else kinds[1:]
@@ -173,23 +168,10 @@ def _repeat(starts: dict[Kind, float], passes: dict[Kind, list[Pass]]) -> list[P
         number = math.floor(round(start, 9))
         turns.append((round(round(start, 9) - number, 9), number, kind))
     turns.sort(key=lambda turn: turn[0])
-    count, numbers = len(passes["F"]), [turn[1] for turn in turns]
-    first, last = min(numbers), max(numbers)
-
-    def partly(cycles: range) -> list[Pass]:
-        every = [(at, passes[kind]) for _, at, kind in turns]
-        return [
-            order[cycle - at] for cycle in cycles for at, order in every if 0 <= cycle - at < count
-        ]
-
-    # Cycles with a pass of each kind: most of them, if there are many microbatches.
-    full = range(last, max(last, first + count))
-    each = [passes[kind][full.start - at : full.stop - at] for _, at, kind in turns]
-    return [
-        *partly(range(first, min(last, first + count))),
-        *(item for cycle in zip(*each, strict=True) for item in cycle),
-        *partly(range(first + count, last + count)),
-    ]
+    every = [(at, passes[kind]) for _, at, kind in turns]
+    count, numbers = len(passes["F"]), [at for at, _ in every]
+    cycles = range(min(numbers), max(numbers) + count)
+    return [order[cycle - at] for cycle in cycles for at, order in every if 0 <= cycle - at < count]
 
 
 def _run_ahead(orders: list[list[Pass]]) -> list[list[Pass]]:
@@ -244,60 +226,3 @@ def most_in_flight(order: Sequence[Pass]) -> int:
         held += (kind == "F") - (kind == "B")
         most = max(most, held)
     return most
-
-
-def simulate(orders: Sequence[Sequence[Pass]], times: Times) -> list[dict[Pass, float]]:
-    """Returns the time at which each rank ends each pass, if it takes its passes in order.
-
-    Raises:
-        ValueError: ranks wait for one another in a circle.
-    """
-    ranks = len(orders)
-    ends: list[dict[Pass, float]] = [{} for _ in orders]
-    at = [0] * ranks
-    embeds = any(each.kind == "E" for order in orders for each in order)
-    before_first: list[tuple[int, Kind]] = [(x, "E") for x in range(ranks)] if embeds else []
-    all_s: list[tuple[int, Kind]] = [(x, "S") for x in range(ranks)]
-    weighs = any(each.kind == "U" for each in orders[-1])
-
-    def ready(rank: int, each: Pass) -> float | None:
-        """Returns the end of the last pass that `each` waits for; None: not yet known."""
-        index, last = each.microbatch, ranks - 1
-        needs: dict[Kind, list[tuple[int, Kind]]] = {
-            "F": [(rank - 1, "F")] if rank else before_first,
-            "E": [],
-            "G": [(0, "B")],
-            "S": [(last, "F")],
-            "U": all_s,
-            "T": [(last, "U")] if weighs else all_s,
-            "B": [(rank + 1, "B")] if rank < last else [(x, "T") for x in range(ranks)],
-        }
-        ends_before = [ends[peer].get(Pass(kind, index)) for peer, kind in needs[each.kind]]
-        if any(end is None for end in ends_before):
-            return None
-        remote = each.kind in "STUG" or (each.kind == "B" and rank == last)
-        latest = max((end for end in ends_before if end is not None), default=0.0)
-        return latest + (times.latency if remote else 0.0)
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(orders):
-            while at[rank] < len(order):
-                each = order[at[rank]]
-                ready_at = ready(rank, each)
-                if ready_at is None:
-                    break
-                free = ends[rank][order[at[rank] - 1]] if at[rank] else 0.0
-                ends[rank][each] = max(ready_at, free) + times.of(each.kind)
-                at[rank] += 1
-                moved = True
-    if any(done < len(order) for done, order in zip(at, orders, strict=True)):
-        waits = [order[done] for done, order in zip(at, orders, strict=True) if done < len(order)]
-        raise ValueError(f"orders must not wait in a circle, got ranks that wait at {waits}")
-    return ends
-
-
-def makespan(orders: Sequence[Sequence[Pass]], times: Times) -> float:
-    """Returns the time at which the last rank ends its last pass."""
-    return max(max(ends.values()) for ends in simulate(orders, times))

@@ -13,12 +13,11 @@ from cce_dist.planner.orders.vocab_1f1b import (
     EMBEDDING,
     Pass,
     Times,
-    makespan,
     most_in_flight,
     plan_slow_start,
     plan_vocab_order,
-    simulate,
 )
+from tests.planner.plan_jobs import makespan
 
 SIZES = [(1, 1), (1, 6), (2, 1), (2, 3), (2, 16), (3, 12), (4, 2), (4, 16), (8, 64), (16, 128)]
 PLANNER = Path(__file__).parents[3] / "docs" / "design" / "planner.md"
@@ -56,7 +55,7 @@ def test_every_pass_once_and_nobody_waits_in_a_circle(
         require_no_circle(orders, ahead=1, unawaited=2)
         cycle_alone = plan_vocab_order(ranks, microbatches, times, runs_ahead=False, **how)
         # Whatever the times turn out to be, the order has no circle.
-        simulate(orders, Times(1.0, 1.0, 3.0, 0.1, 0.5, 0.2))
+        makespan(orders, Times(1.0, 1.0, 3.0, 0.1, 0.5, 0.2))
         assert makespan(orders, times) >= microbatches * times.cycle
         most = [most_in_flight(order) for order in orders]
         more = (latency > 0 or head > 2) + weighs
@@ -143,11 +142,6 @@ def test_a_slow_start(ranks: int, embeds: bool, weighs: bool) -> None:
             for order in orders:
                 assert len(set(order)) == len(order)
                 assert [x.microbatch for x in order if x.kind == "B"] == list(range(count))
-
-
-def test_a_circle_is_named() -> None:
-    with pytest.raises(ValueError, match=r"must not wait in a circle, got .*kind='S'"):
-        simulate([[Pass("S", 0), Pass("F", 0), Pass("T", 0), Pass("B", 0)]], Times())
 
 
 def test_times_that_would_have_ranks_wait_for_one_another_are_refused() -> None:

@@ -6,7 +6,6 @@ import json
 import random
 import types
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,21 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from cce_dist.planner.orders.measured import predict_file
 from cce_dist.planner.orders.predict import StageTimes, predict
-from cce_dist.planner.orders.schedules import make_schedule, peak_held
+from cce_dist.planner.orders.schedules import held_of, make_schedule, peak_of_held
 from cce_dist.planner.orders.timeline import Task, Work, run_orders
-from cce_dist.planner.orders.vocab_1f1b import Times, makespan, plan_vocab_order
 
 # Ranks and microbatches: none in flight at first, fewer than ranks, many.
 SIZES = [(1, 1), (1, 5), (2, 2), (4, 2), (4, 8), (8, 64)]
 
 
-def even(stages: int, forward: float = 1.0, backward: float = 2.0, **more: float) -> StageTimes:
-    return StageTimes((forward,) * stages, (backward,) * stages, **more)  # pyright: ignore
+def even(stages: int, forward: float = 1.0, backward: float = 2.0, **more: Any) -> StageTimes:
+    return StageTimes((forward,) * stages, (backward,) * stages, **more)
+
+
+def peak_held(
+    order: Sequence[Task], held: list[float], working: Sequence[float] = (), phases: float = 0.0
+) -> float:
+    return peak_of_held(held_of(order, len(held)), held, working, phases=phases)
 
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
@@ -42,46 +46,41 @@ def in_torch(actions: list[Any], ranks: int, *, is_v: bool = False) -> list[Task
     return found
 
 
+def theirs(name: str, rank: int, ranks: int, microbatches: int, **others: int) -> list[Task]:
+    """A rank's order by a schedule of torch."""
+    itself = types.SimpleNamespace(
+        pp_group_size=ranks, _n_microbatches=microbatches, num_stages=2 * ranks, **others
+    )
+    actions = getattr(torch_schedules, name)._calculate_single_rank_operations(itself, rank)
+    return in_torch(actions, ranks, is_v="ZBV" in name)
+
+
 @pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 10, 3)])
 def test_interleaved_is_torchs(ranks: int, microbatches: int, chunks: int) -> None:
-    rounds = max(1, microbatches // ranks)
-    itself = types.SimpleNamespace(
-        pp_group_size=ranks,
-        n_local_stages=chunks,
-        microbatches_per_round=microbatches // rounds,
-        _n_microbatches=microbatches,
-    )
+    each_round = microbatches // max(1, microbatches // ranks)
+    sizes = {"n_local_stages": chunks, "microbatches_per_round": each_round}
     made = make_schedule("interleaved", ranks, microbatches, chunks=chunks, framework="torch")
     for rank in range(ranks):
-        theirs = torch_schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations(
-            itself,  # pyright: ignore
-            rank,
-        )
-        assert list(made.orders[rank]) == in_torch(theirs, ranks)  # pyright: ignore
+        order = theirs("ScheduleInterleaved1F1B", rank, ranks, microbatches, **sizes)
+        assert list(made.orders[rank]) == order
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 8), (4, 3), (4, 16)])
 def test_zbv_is_torchs(ranks: int, microbatches: int) -> None:
-    itself = types.SimpleNamespace(
-        pp_group_size=ranks, num_stages=2 * ranks, _n_microbatches=microbatches
-    )
     made = make_schedule("zbv", ranks, microbatches, chunks=2)
     for rank in range(ranks):
-        theirs = torch_schedules.ScheduleZBVZeroBubble._calculate_single_rank_operations(
-            itself,  # pyright: ignore
-            rank,
-        )
-        assert list(made.orders[rank]) == in_torch(theirs, ranks, is_v=True)  # pyright: ignore
+        order = theirs("ScheduleZBVZeroBubble", rank, ranks, microbatches)
+        assert list(made.orders[rank]) == order
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(2, 4, 2), (4, 8, 3), (4, 4, 2)])
 def test_interleaved_is_megatrons(ranks: int, microbatches: int, chunks: int) -> None:
     pytest.importorskip("megatron.core", reason="needs the extra `megatron`")
-    theirs = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
-    if not hasattr(theirs, "get_schedule_table"):
+    megatrons = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    if not hasattr(megatrons, "get_schedule_table"):
         pytest.skip("this Megatron has no table of its schedule")
-    table = theirs.get_schedule_table(microbatches, chunks, ranks)
+    table = megatrons.get_schedule_table(microbatches, chunks, ranks)
     made = make_schedule("interleaved", ranks, microbatches, chunks=chunks)
     for rank, order in enumerate(made.orders):
         forwards = [(task.microbatch, task.chunk) for task in order if task.kind == "F"]
@@ -155,42 +154,43 @@ def test_one_f_one_b_holds_as_many_as_ranks_follow() -> None:
     assert predict(even(4), 8, schedule="gpipe").most_held == (8, 8, 8, 8)
 
 
+def waits_of(rank: int, kind: str, *, embeds: bool, weighs: bool) -> list[tuple[int, str]]:
+    """What a pass of one of four ranks waits for: ranks and kinds."""
+    every = range(4)
+    return {
+        "F": [(rank - 1, "F")] if rank else [(0, "E")] * embeds,
+        "B": [(rank + 1, "B")] if rank < 3 else [(x, "T") for x in every],
+        "S": [(3, "F")],
+        "U": [(x, "S") for x in every],
+        "T": [(3, "U")] if weighs else [(x, "S") for x in every],
+        "E": [],
+        "G": [(0, "B")],
+    }[kind]
+
+
+@pytest.mark.parametrize("weighs", [False, True], ids=["", "weighs"])
 @pytest.mark.parametrize("embeds", [False, True], ids=["head", "head and embedding"])
-def test_vocab_is_the_planned_order(embeds: bool) -> None:
-    """The same makespan as planner/orders.py has, whose ranks are alike."""
-    times = Times(1.0, 2.0, 0.25, 0.75, latency=0.1, embedding=0.05 if embeds else 0.0)
-    # The order of those that run it, who plan without latency.
-    orders = plan_vocab_order(4, 12, replace(times, latency=0.0), embeds=embeds)
-    wanted = makespan(orders, times)
-    found = predict(
-        even(
-            4,
-            statistics=(0.25,) * 4,  # pyright: ignore
-            gradients=(0.75,) * 4,  # pyright: ignore
-            embedding=(0.05,) * 4 if embeds else (),  # pyright: ignore
-            head_latency=0.1,
-        ),
-        12,
-        schedule="vocab",
-    )
-    # There, the first stage does not wait for the sum of the embedding's rows to arrive; here it
-    # looks later ones up meanwhile.
-    assert found.seconds == pytest.approx(wanted)
-    assert found.most_held[0] <= 4 + 2
-    # The order knows of no latency: each microbatch may wait for one.
-    assert found.closed_form is not None and found.seconds <= found.closed_form + 12 * 0.1
-
-
-def test_the_last_rank_weighs() -> None:
-    """As planner/orders.py simulates it."""
-    times = Times(1.0, 2.0, 0.5, 1.5, latency=0.1)
-    orders = plan_vocab_order(4, 12, replace(times, latency=0.0), weighs=True)
-    heads = {"statistics": (0.5,) * 4, "gradients": (1.5,) * 4, "head_latency": 0.1}
-    found = predict(even(4, **heads), 12, schedule="vocab", weighs=True)  # pyright: ignore
-    assert found.seconds == pytest.approx(makespan(orders, times))
-    plain = predict(even(4, **heads), 12, schedule="vocab")  # pyright: ignore
-    assert found.most_held == tuple(held + 1 for held in plain.most_held)
-    assert found.schedule.weighs and not plain.schedule.weighs
+def test_passes_of_the_planned_order_start_as_soon_as_they_can(embeds: bool, weighs: bool) -> None:
+    rows = (0.05,) * 4 if embeds else ()
+    times = even(4, statistics=(0.5,) * 4, gradients=(1.5,) * 4, embedding=rows, head_latency=0.1)
+    found = predict(times, 12, schedule="vocab", weighs=weighs)
+    every = [(rank, span) for rank, spans in enumerate(found.timeline.ranks) for span in spans]
+    ends = {(rank, span.task): span.end for rank, span in every}
+    free = [0.0] * 4
+    for rank, (task, start, end) in every:
+        waits = waits_of(rank, task.kind, embeds=embeds, weighs=weighs)
+        before = [ends[peer, Task(kind, task.microbatch)] for peer, kind in waits]
+        # Collectives take a while, and sends of a stage none here.
+        is_sent = (task.kind == "F" and rank) or (task.kind == "B" and rank < 3)
+        ready = max(before, default=0.0) + (0.0 if is_sent or not before else 0.1)
+        assert start == pytest.approx(max(free[rank], ready))
+        free[rank] = end
+    # U may wait for a pass of the last rank, for which each rank holds one microbatch more.
+    assert found.most_held == tuple(held + weighs for held in (6, 5, 4, 3))
+    # The order knows of no latency: each microbatch may wait for one, or for two with U.
+    assert found.closed_form is not None
+    assert found.seconds <= found.closed_form + 12 * 0.1 * (1 + weighs)
+    assert found.schedule.weighs is weighs
 
 
 def test_latency_is_on_the_way_between_ranks_alone() -> None:
@@ -275,7 +275,7 @@ def test_bad_schedules_are_refused(arguments: dict[str, object], message: str) -
     values = {"ranks": 4, "microbatches": 8} | arguments
     name, ranks, count = values.pop("name"), values.pop("ranks"), values.pop("microbatches")
     with pytest.raises(ValueError, match=message):
-        make_schedule(name, ranks, count, **values)  # pyright: ignore
+        make_schedule(name, ranks, count, **values)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_bad_schedules_are_refused(arguments: dict[str, object], message: str) -
 )
 def test_bad_times_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        StageTimes(**({"forward": (1.0, 1.0), "backward": (2.0, 2.0)} | values))  # pyright: ignore
+        StageTimes(**({"forward": (1.0, 1.0), "backward": (2.0, 2.0)} | values))
 
 
 def test_which_head_times_belong_together() -> None:
@@ -299,9 +299,9 @@ def test_which_head_times_belong_together() -> None:
         predict(even(2), 4, schedule="vocab")
     for schedule in ("vocab", "1f1b"):
         with pytest.raises(ValueError, match="must both be given"):
-            predict(even(2, statistics=(1.0, 1.0)), 4, schedule=schedule)  # pyright: ignore
+            predict(even(2, statistics=(1.0, 1.0)), 4, schedule=schedule)
     with pytest.raises(ValueError, match="embedding must be given with statistics and gradients"):
-        predict(even(2, embedding=(1.0, 1.0)), 4)  # pyright: ignore
+        predict(even(2, embedding=(1.0, 1.0)), 4)
     with pytest.raises(ValueError, match="chunks must divide the number of stages, 3, got 2"):
         predict(even(3), 4, schedule="interleaved", chunks=2)
 

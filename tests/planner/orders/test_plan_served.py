@@ -11,18 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from cce_dist.cli.main import app
-from cce_dist.planner.cost.hardware import HARDWARE
 from cce_dist.planner.cost.job import SOFTWARE, Job
 from cce_dist.planner.flags import megatron_flags
-from cce_dist.planner.models.presets import find_model
 from cce_dist.planner.orders.measured import predict_file
 from cce_dist.planner.orders.predict import StageTimes, predict
 from cce_dist.planner.orders.timeline import Task
 from cce_dist.planner.plan import make_plan
 from cce_dist.planner.search import on_last_stage, over_pipeline, vocab_pays
+from tests.planner.plan_jobs import GEMMA, H200, LLAMA
 
-H200 = HARDWARE["h200"]
-GEMMA, LLAMA = find_model("gemma2-2b"), find_model("llama3-8b")
 JOB = Job(pp=4, microbatches=16, loss="filtered", vocab_over="pp", software=SOFTWARE["torch"])
 SHAPES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zbv", 2)]
 
