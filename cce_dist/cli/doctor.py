@@ -10,7 +10,8 @@ import typer
 
 from cce_dist.distributed.launchers import rank_from_environment
 from cce_dist.doctor.check import Check, worst
-from cce_dist.doctor.run import Report, Request, examine
+from cce_dist.doctor.report import Report, Request
+from cce_dist.doctor.run import examine
 
 from .output import check_output, write_output
 
@@ -52,18 +53,8 @@ def doctor(
 
     Exits with 0 if nothing failed, 1 if a check did, 2 for bad arguments.
     """
-    request = Request(
-        tp=tp,
-        pp=pp,
-        tokens=tokens,
-        dim=dim,
-        vocab=vocab,
-        dtype=dtype,
-        sequence_parallel=sequence_parallel,
-        seconds=seconds,
-        timeout=timeout,
-        bandwidth=bandwidth,
-    )
+    # Every other option is an argument of the request.
+    request = Request(**{name: x for name, x in locals().items() if name != "json_path"})
     try:
         validate(request)
         check_output("--json", json_path)

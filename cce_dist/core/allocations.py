@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,56 +12,41 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-@dataclass
-class Allocations:
+class Allocations(TorchDispatchMode):
     """Tensor storage allocated inside `track_allocations`, in bytes and elements.
 
     Storage that existed before is not counted. `live_bytes` falls when storage is freed.
     """
 
-    largest_numel: int = 0
-    peak_bytes: int = 0
-    live_bytes: int = 0
-    _seen: dict[int, Any] = field(default_factory=dict, repr=False)
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest_numel = self.peak_bytes = self.live_bytes = 0
+        self._seen: dict[int, Any] = {}
 
-    def ignore(self, tensors: Iterator[torch.Tensor]) -> None:
-        for tensor in tensors:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self._see((args, kwargs), is_new=False)
+        out = func(*args, **kwargs)
+        self._see(out, is_new=True)
+        return out
+
+    def _see(self, tree: Any, *, is_new: bool) -> None:
+        for tensor in pytree.tree_leaves(tree):
+            if not isinstance(tensor, torch.Tensor):
+                continue
             storage = tensor.untyped_storage()
-            key = storage._cdata
+            key, num_bytes = storage._cdata, storage.nbytes() if is_new else 0
+            if key in self._seen or not storage.nbytes():
+                continue
             # New storage may have the address of storage that was freed, whose key must go.
-            if key not in self._seen and storage.nbytes():
-                self._seen[key] = weakref.finalize(storage, self._free, key, 0)
-
-    def add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._seen or storage.nbytes() == 0:
-            return
-        num_bytes = storage.nbytes()
-        self._seen[key] = weakref.finalize(storage, self._free, key, num_bytes)
-        self.largest_numel = max(self.largest_numel, num_bytes // tensor.element_size())
-        self.live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self._seen[key] = weakref.finalize(storage, self._free, key, num_bytes)
+            self.largest_numel = max(self.largest_numel, num_bytes // tensor.element_size())
+            self.live_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _free(self, key: int, num_bytes: int) -> None:
         self._seen.pop(key, None)
         self.live_bytes -= num_bytes
-
-
-class _Tracker(TorchDispatchMode):
-    def __init__(self, allocations: Allocations) -> None:
-        super().__init__()
-        self.allocations = allocations
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        inputs = pytree.tree_leaves((args, kwargs))
-        self.allocations.ignore(x for x in inputs if isinstance(x, torch.Tensor))
-        out = func(*args, **kwargs)
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.allocations.add(leaf)
-        return out
 
 
 @contextmanager
@@ -71,6 +55,5 @@ def track_allocations() -> Iterator[Allocations]:
 
     Memory that one operator both allocates and frees is not seen.
     """
-    allocations = Allocations()
-    with _Tracker(allocations):
+    with Allocations() as allocations:
         yield allocations

@@ -28,13 +28,14 @@ NEW_NAMES = {
     "cce_dist.adapters.pipeline_embedding": "cce_dist.pipeline.embedding",
     "cce_dist.adapters.pipeline_grads": "cce_dist.pipeline.grads",
     "cce_dist.adapters.pipeline_head": "cce_dist.pipeline.head",
-    "cce_dist.adapters.pipeline_phases": "cce_dist.pipeline.phases",
+    "cce_dist.adapters.pipeline_phases": "cce_dist.pipeline.embedding",
     "cce_dist.adapters.pipeline_rehearsal": "cce_dist.pipeline.warm_up",
     "cce_dist.adapters.pipeline_server": "cce_dist.pipeline.schedules.server",
     "cce_dist.adapters.pipelining": "cce_dist.pipeline.schedules.torch_schedules",
     "cce_dist.adapters.planned": "cce_dist.pipeline.schedules.vocab_1f1b",
     "cce_dist.allocations": "cce_dist.core.allocations",
     "cce_dist.phases": "cce_dist.core.phases",
+    "cce_dist.pipeline.phases": "cce_dist.pipeline.embedding",
     "cce_dist.train.batches": "cce_dist.train.data.batches",
     "cce_dist.train.blame": "cce_dist.train.watch.blame",
     "cce_dist.train.config_file": "cce_dist.train.config.load",
@@ -53,10 +54,13 @@ NEW_NAMES = {
     "cce_dist.train.windows": "cce_dist.train.evaluate.windows",
 }
 
-# Functions of these modules that have new names, too.
+# Functions and classes of these modules that have new names, too.
+_CLASSES = {"EmbeddingPhases": "TiedEmbedding", "HeadPhases": "PipelineHead"}
 NEW_FUNCTIONS = {
     "cce_dist.adapters.groups": {"own_groups": "make_groups", "own_couriers": "make_couriers"},
     "cce_dist.adapters.microbatch": {"plainly": "without_autograd"},
+    "cce_dist.adapters.pipeline_phases": _CLASSES,
+    "cce_dist.pipeline.phases": _CLASSES,
     "cce_dist.adapters.pipeline_rehearsal": {"rehearse_head": "warm_up_head"},
     "cce_dist.adapters.pipelining": {"told_of_forwards": "observe_passes"},
 }

@@ -128,7 +128,7 @@ def merge_parts(
         order = order.masked_fill((num_classes == 0)[:, None], torch.inf)
         winner = order.argmin(0, keepdim=True)
         target_is_argmax = parts.target_is_argmax.gather(0, winner)[0]
-    moments = None if parts.mean_logit is None else merge_moments(parts, num_classes)
+    moments = {} if parts.mean_logit is None else merge_moments(parts, num_classes)._asdict()
     return Stats(
         lse=lse,
         target_logit=parts.target_logit.sum(0),
@@ -136,10 +136,8 @@ def merge_parts(
         entropy=entropy,
         max_logit=max_logit,
         target_is_argmax=target_is_argmax,
-        origin_logit=None if moments is None else moments.origin_logit,
-        mean_logit=None if moments is None else moments.mean_logit,
-        m2_logit=None if moments is None else moments.m2_logit,
         screened=None if parts.screened is None else parts.screened.amin(0),
+        **moments,
     )
 
 

@@ -11,19 +11,9 @@ docs/guide/ranks.md lists the launchers. All ranks call `init`, `join`, `leave`,
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cce_dist.distributed.joining import (
-        JoinError,
-        LaunchError,
-        Ranks,
-        World,
-        init,
-        join,
-        leave,
-        own_group,
-        rank_from_environment,
-        read_launch,
-        split_ranks,
-    )
+    from cce_dist.distributed.joining import Ranks, World, init, join, leave, own_group, split_ranks
+    from cce_dist.distributed.launchers import LaunchError, rank_from_environment, read_launch
+    from cce_dist.distributed.rendezvous import JoinError
 
 __all__ = [
     "JoinError",
@@ -44,6 +34,7 @@ def __getattr__(name: str) -> Any:
     # Late: `joining` imports torch, and `launchers` serves commands that start without torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from cce_dist.distributed import joining
+    from cce_dist.distributed import joining, launchers, rendezvous
 
-    return getattr(joining, name)
+    modules = (joining, launchers, rendezvous)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))

@@ -1,12 +1,4 @@
-"""Joining the ranks of a job, whoever started them: device, process groups, device mesh.
-
-    ranks = init(tp=2)
-    loss = linear_cross_entropy(hidden, weight, targets, group=ranks.tp_group)
-    ...
-    leave(ranks)
-
-docs/guide/ranks.md lists the launchers. All ranks call `init`, `join`, `leave`, `own_group` alike.
-"""
+"""Joining the ranks of a job: device, process groups, device mesh."""
 
 from __future__ import annotations
 
@@ -19,29 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cce_dist.distributed.launchers import Launch, LaunchError, rank_from_environment, read_launch
-from cce_dist.distributed.rendezvous import (
-    OWN_GPU,
-    JoinError,
-    leave_store,
-    locate,
-    meet,
-    open_store,
-)
-
-__all__ = [
-    "JoinError",
-    "LaunchError",
-    "Ranks",
-    "World",
-    "init",
-    "join",
-    "leave",
-    "own_group",
-    "rank_from_environment",
-    "read_launch",
-    "split_ranks",
-]
+from cce_dist.distributed.launchers import Launch, LaunchError, read_launch
+from cce_dist.distributed.rendezvous import OWN_GPU, leave_store, locate, open_attempt
 
 DeviceChoice = Literal["auto", "cuda", "cpu"]
 # Limit of a collective. torch's defaults are half an hour, and ten minutes with NCCL.
@@ -153,9 +124,7 @@ def init(
         tp: ranks that share the vocabulary; "all": as many as pp leaves.
         pp: ranks of a pipeline.
         dp: data-parallel ranks, which are checked; None: as many as pp and tp leave.
-        device: as in `join`.
-        timeout: as in `join`.
-        join_timeout: as in `join`.
+        device, timeout, join_timeout: as in `join`.
     Raises:
         ValueError: tp, pp and dp do not make up the number of ranks.
         LaunchError, JoinError: see `join`.
@@ -193,16 +162,12 @@ def join(
     limit = timedelta(seconds=timeout)
     launch, store = locate(read_launch(os.environ), patience)
     chosen = choose_device(launch, device)
-    if launch.world_size == 1:
-        store = dist.PrefixStore("attempt", dist.HashStore())
-    else:
-        facts: dict[str, object] = {"WORLD_SIZE": launch.world_size, "device": chosen.type}
-        if sizes is not None:
-            facts |= zip(("dp", "pp", "tp"), sizes, strict=True)
-        if chosen.type == "cuda":
-            facts[OWN_GPU] = f"GPU {torch.cuda.get_device_properties(chosen).uuid}"
-        store = store or open_store(launch, patience)
-        store = meet(store, launch.rank, launch.world_size, facts, patience)
+    facts: dict[str, object] = {"device": chosen.type}
+    if sizes is not None:
+        facts |= zip(("dp", "pp", "tp"), sizes, strict=True)
+    if chosen.type == "cuda":
+        facts[OWN_GPU] = f"GPU {torch.cuda.get_device_properties(chosen).uuid}"
+    store = open_attempt(launch, store, facts, patience)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     dist.init_process_group(
         backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit
@@ -331,7 +296,7 @@ def choose_device(launch: Launch, device: DeviceChoice = "auto") -> torch.device
         threads = os.environ.get("OMP_NUM_THREADS")
         is_default = threads == "1" and launch.launcher == "torchrun" and local_world_size > 1
         if not threads or is_default:
-            torch.set_num_threads(max(1, _num_cores() // local_world_size))
+            torch.set_num_threads(max(1, num_cores() // local_world_size))
         return torch.device("cpu")
     if 1 < num_gpus < local_world_size:
         name = launch.variables.local_world_size
@@ -346,7 +311,8 @@ def choose_device(launch: Launch, device: DeviceChoice = "auto") -> torch.device
     return torch.device("cuda", index)
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Returns the number of this host's cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

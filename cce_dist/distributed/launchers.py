@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, NamedTuple
 
 LauncherName = Literal["torchrun", "openmpi", "mvapich2", "mpich", "slurm", "environment", "single"]
-MPI_LAUNCHERS: tuple[LauncherName, ...] = ("openmpi", "mvapich2", "mpich")
 # Ports for the ranks' store: below those that Linux assigns, above those of services.
 FIRST_PORT, NUM_PORTS = 10000, 20000
 
@@ -31,20 +30,19 @@ class Variables(NamedTuple):
     local_world_size: str
 
 
+def _comm_world(prefix: str) -> Variables:
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    return Variables(*(f"{prefix}_COMM_WORLD_{name}" for name in names))
+
+
 TORCH = Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# Not SLURM_NTASKS, which may count the tasks of the allocation.
+SLURM = Variables(
+    "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
+)
 MPI: dict[LauncherName, Variables] = {
-    "openmpi": Variables(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "mvapich2": Variables(
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
+    "openmpi": _comm_world("OMPI"),
+    "mvapich2": _comm_world("MV2"),
     # MPICH, Intel MPI and others that start ranks by hydra.
     "mpich": Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
@@ -81,17 +79,13 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     if "TORCHELASTIC_RUN_ID" in environment or "TORCHELASTIC_USE_AGENT_STORE" in environment:
         return _read_torch(environment, "torchrun")
     other = _read_mpi(environment) or _read_slurm(environment)
-    if TORCH.rank not in environment:
-        if other is not None:
-            _require_no_contradiction(environment, other)
-            return other
-        return _read_single(environment)
+    if TORCH.rank in environment:
+        world_size = _integer(environment, TORCH.world_size, 1, beside=TORCH.rank)
+        # Each of the other launcher's tasks may have started several ranks.
+        if other is None or world_size > other.world_size:
+            return _read_torch(environment, "environment")
     if other is None:
-        return _read_torch(environment, "environment")
-    world_size = _integer(environment, TORCH.world_size, 1, companion=TORCH.rank)
-    if world_size > other.world_size:
-        # Each of the other launcher's tasks has started several ranks.
-        return _read_torch(environment, "environment")
+        return _read_single(environment)
     _require_no_contradiction(environment, other)
     return other
 
@@ -107,71 +101,75 @@ def rank_from_environment(environment: Mapping[str, str] | None = None) -> int:
         return 0
 
 
+def _read(
+    environment: Mapping[str, str],
+    launcher: LauncherName,
+    variables: Variables,
+    *,
+    has_local_place: bool = True,
+) -> Launch:
+    """Reads a rank's place and, as far as it is set, the meeting point."""
+    rank, world_size = _place(environment, variables.rank, variables.world_size)
+    local_place = None, None
+    if has_local_place:
+        name = variables.local_world_size
+        local_place = _place(environment, variables.local_rank, name, beside=variables.rank)
+        if local_place[1] > world_size:
+            limit = f"{variables.world_size}, {world_size}"
+            raise LaunchError(f"{name} must be at most {limit}, got {local_place[1]}")
+    address, port = environment.get("MASTER_ADDR") or None, None
+    if environment.get("MASTER_PORT"):
+        port = _integer(environment, "MASTER_PORT", 1)
+        _require_below("MASTER_PORT", port, "the number of ports", 2**16)
+    return Launch(launcher, variables, rank, world_size, *local_place, address, port)
+
+
 def _read_torch(environment: Mapping[str, str], launcher: LauncherName) -> Launch:
-    rank, world_size = _place(environment, TORCH)
-    local_rank, local_world_size = 0, 1
-    if world_size > 1 or TORCH.local_rank in environment:
-        local_rank, local_world_size = _local_place(environment, TORCH, world_size)
-    address, port = _meeting_point(environment)
-    if world_size > 1 and (address is None or port is None):
-        missing = "MASTER_ADDR" if address is None else "MASTER_PORT"
-        raise LaunchError(
-            f"{missing} must be set beside RANK and WORLD_SIZE, got none: the host of rank 0 and a "
-            "free port on it, the same on every rank; torchrun sets both"
-        )
-    hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Launch(
-        launcher, TORCH, rank, world_size, local_rank, local_world_size, address, port, hosted
-    )
+    if environment.get(TORCH.world_size) == "1" and TORCH.local_rank not in environment:
+        environment = {**environment, TORCH.local_rank: "0", TORCH.local_world_size: "1"}
+    launch = _read(environment, launcher, TORCH)
+    for name, value in {"MASTER_ADDR": launch.address, "MASTER_PORT": launch.port}.items():
+        if launch.world_size > 1 and value is None:
+            raise LaunchError(
+                f"{name} must be set beside RANK and WORLD_SIZE, got none: the host of rank 0 and "
+                "a free port on it, the same on every rank; torchrun sets both"
+            )
+    is_agents = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return replace(launch, agent_store=is_agents)
 
 
 def _read_mpi(environment: Mapping[str, str]) -> Launch | None:
     for launcher, variables in MPI.items():
         if variables.rank not in environment:
             continue
-        has_local_rank = variables.local_rank in environment
-        if launcher == "mpich" and not has_local_rank and _is_slurm_step(environment):
+        has_local_place = variables.local_rank in environment
+        if launcher == "mpich" and not has_local_place and _is_slurm_step(environment):
             # srun --mpi=pmi2 sets rank and size, too, but no place on the host.
             return None
-        rank, world_size = _place(environment, variables)
-        local_rank, local_world_size = None, None
-        if has_local_rank:
-            local_rank, local_world_size = _local_place(environment, variables, world_size)
-        address, port = _meeting_point(environment)
-        return Launch(
-            launcher, variables, rank, world_size, local_rank, local_world_size, address, port
-        )
+        return _read(environment, launcher, variables, has_local_place=has_local_place)
     return None
 
 
 def _is_slurm_step(environment: Mapping[str, str]) -> bool:
     """Tells whether srun has started this process; a batch script has most variables, too."""
-    return "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment
+    return SLURM.rank in environment and SLURM.world_size in environment
 
 
 def _read_slurm(environment: Mapping[str, str]) -> Launch | None:
     if not _is_slurm_step(environment):
         return None
-    # Not SLURM_NTASKS, which may count the tasks of the allocation.
-    variables = Variables(
-        "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
-    )
-    rank, world_size = _place(environment, variables)
-    if world_size == 1:
-        return Launch("slurm", variables, 0, 1, 0, 1)
-    local_rank = _integer(environment, variables.local_rank, 0)
-    local_world_size = _slurm_tasks_here(environment)
-    _require_below(variables.local_rank, local_rank, variables.local_world_size, local_world_size)
-    address, port = _meeting_point(environment)
-    if address is None:
+    if _place(environment, SLURM.rank, SLURM.world_size)[1] == 1:
+        return Launch("slurm", SLURM, 0, 1, 0, 1)
+    known = {SLURM.local_world_size: str(_slurm_tasks_here(environment))}
+    if not environment.get("MASTER_ADDR"):
         name = _first_set(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST")
-        address = expand_hosts(environment[name], name)[0]
-    if port is None:
+        known["MASTER_ADDR"] = expand_hosts(environment[name], name)[0]
+    if not environment.get("MASTER_PORT"):
         job = _integer(environment, "SLURM_JOB_ID", 0)
         step = _integer(environment, "SLURM_STEP_ID", 0) if "SLURM_STEP_ID" in environment else 0
         # Another job may share the host, and other steps of this job do.
-        port = FIRST_PORT + (job * 31 + step) % NUM_PORTS
-    return Launch("slurm", variables, rank, world_size, local_rank, local_world_size, address, port)
+        known["MASTER_PORT"] = str(FIRST_PORT + (job * 31 + step) % NUM_PORTS)
+    return _read({**environment, **known}, "slurm", SLURM)
 
 
 def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
@@ -203,43 +201,22 @@ def _require_no_contradiction(environment: Mapping[str, str], launch: Launch) ->
             )
 
 
-def _place(environment: Mapping[str, str], variables: Variables) -> tuple[int, int]:
-    world_size = _integer(environment, variables.world_size, 1, companion=variables.rank)
-    rank = _integer(environment, variables.rank, 0, companion=variables.world_size)
-    _require_below(variables.rank, rank, variables.world_size, world_size)
-    return rank, world_size
-
-
-def _local_place(
-    environment: Mapping[str, str], variables: Variables, world_size: int
+def _place(
+    environment: Mapping[str, str], rank_name: str, size_name: str, *, beside: str | None = None
 ) -> tuple[int, int]:
-    size_name, rank_name = variables.local_world_size, variables.local_rank
-    local_world_size = _integer(environment, size_name, 1, companion=variables.rank)
-    local_rank = _integer(environment, rank_name, 0, companion=variables.rank)
-    if local_world_size > world_size:
-        raise LaunchError(
-            f"{size_name} must be at most {variables.world_size}, {world_size}, got "
-            f"{local_world_size}"
-        )
-    _require_below(rank_name, local_rank, size_name, local_world_size)
-    return local_rank, local_world_size
-
-
-def _meeting_point(environment: Mapping[str, str]) -> tuple[str | None, int | None]:
-    address = environment.get("MASTER_ADDR") or None
-    if not environment.get("MASTER_PORT"):
-        return address, None
-    port = _integer(environment, "MASTER_PORT", 1)
-    _require_below("MASTER_PORT", port, "the number of ports", 2**16)
-    return address, port
+    """Reads a rank and a number of ranks; `beside` is a variable that is set, for messages."""
+    size = _integer(environment, size_name, 1, beside=beside or rank_name)
+    rank = _integer(environment, rank_name, 0, beside=beside or size_name)
+    _require_below(rank_name, rank, size_name, size)
+    return rank, size
 
 
 def _integer(
-    environment: Mapping[str, str], name: str, least: int, *, companion: str | None = None
+    environment: Mapping[str, str], name: str, least: int, *, beside: str | None = None
 ) -> int:
     text = environment.get(name)
     if text is None:
-        rule = "be set" if companion is None else f"be set beside {companion}"
+        rule = "be set" if beside is None else f"be set beside {beside}"
         raise LaunchError(f"{name} must {rule}, got none: the launcher sets it on every rank")
     # int() also takes " 1" and "1_0".
     if not re.fullmatch(r"[0-9]+", text, flags=re.ASCII) or int(text) < least:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cce_dist.distributed.launchers import MPI_LAUNCHERS, Launch, LaunchError
+from cce_dist.distributed.launchers import MPI, Launch, LaunchError
 
 # Rank 0 looks this often for ranks that have come.
 POLL_S = 0.01
@@ -39,7 +39,7 @@ def locate(launch: Launch, timeout: timedelta) -> tuple[Launch, dist.Store | Non
     Collectives: over MPI a split and, without MASTER_PORT, a broadcast; none if no field is None.
     """
     known = (launch.local_rank, launch.address, launch.port)
-    if launch.launcher not in MPI_LAUNCHERS or None not in known:
+    if launch.launcher not in MPI or None not in known:
         return launch, None
     if launch.world_size == 1:
         return replace(launch, local_rank=0, local_world_size=1), None
@@ -104,6 +104,24 @@ def _host_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
     return dist.TCPStore(
         address, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
     )
+
+
+def open_attempt(
+    launch: Launch, store: dist.Store | None, facts: Mapping[str, Any], timeout: timedelta
+) -> dist.Store:
+    """Meets the other ranks, and returns a store for keys of this attempt alone.
+
+    Args:
+        launch, store: as `locate` returns them.
+        facts: as in `meet`.
+    Raises:
+        LaunchError, JoinError: see `open_store` and `meet`.
+    """
+    if launch.world_size == 1:
+        return dist.PrefixStore("attempt", dist.HashStore())
+    store = store or open_store(launch, timeout)
+    facts = {"WORLD_SIZE": launch.world_size, **facts}
+    return meet(store, launch.rank, launch.world_size, facts, timeout)
 
 
 def meet(
@@ -224,24 +242,20 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 def _contradiction(facts: Mapping[int, Mapping[str, Any]]) -> str | None:
     for name, expected in facts[0].items():
-        if name == OWN_GPU:
-            continue
         for rank, told in sorted(facts.items()):
-            if told.get(name) != expected:
+            value = told.get(name)
+            if name != OWN_GPU and value != expected:
                 return (
                     f"{name} must be the same on every rank, got {expected} on rank 0 and "
-                    f"{told.get(name)} on rank {rank}"
+                    f"{value} on rank {rank}"
                 )
     owners: dict[str, int] = {}
     for rank, told in sorted(facts.items()):
         gpu = told.get(OWN_GPU)
-        if gpu is None:
-            continue
-        if gpu in owners:
+        if gpu is not None and owners.setdefault(gpu, rank) != rank:
             return (
                 f"each rank needs a GPU of its own, but ranks {owners[gpu]} and {rank} have both "
                 f"{gpu}: let the launcher show every rank its own GPU, or all of them, or hide "
                 "them with CUDA_VISIBLE_DEVICES= to use the CPU"
             )
-        owners[gpu] = rank
     return None

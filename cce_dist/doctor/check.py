@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import Any, Literal
 
 Status = Literal["ok", "skipped", "warning", "failure"]
@@ -13,7 +14,7 @@ STATUSES: tuple[Status, ...] = ("skipped", "ok", "warning", "failure")
 LONGEST = 300
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """A row of the report.
 
@@ -25,6 +26,7 @@ class Check:
     name: str
     status: Status
     observed: str
+    _: KW_ONLY
     expected: str = ""
     remedy: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)
@@ -36,14 +38,22 @@ class Check:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Check:
         """Returns the check whose `as_json` is `row`."""
-        return cls(
-            name=row["name"],
-            status=row["status"],
-            observed=row["found"],
-            expected=row["expected"],
-            remedy=row["remedy"],
-            numbers=row["numbers"],
-        )
+        return cls(**{"observed" if key == "found" else key: x for key, x in row.items()})
+
+
+def make_check(
+    name: str,
+    good: bool,
+    observed: str,
+    *,
+    expected: str,
+    remedy: str,
+    otherwise: Status = "failure",
+    numbers: Mapping[str, Any] | None = None,
+) -> Check:
+    """Returns an ok row if `good`; if not, a row of status `otherwise` with its remedy."""
+    status, remedy = ("ok", "") if good else (otherwise, remedy)
+    return Check(name, status, observed, expected=expected, remedy=remedy, numbers=numbers or {})
 
 
 def worst(checks: Iterable[Check]) -> Status:
@@ -59,32 +69,34 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:LONGEST]
 
 
-def guarded(name: str, function: Callable[..., list[Check]], *args: Any) -> list[Check]:
-    """Runs a group of checks; an exception becomes a failure, so that other groups still run."""
+def guarded(
+    name: str, function: Callable[..., list[Check] | Check | None], *args: Any
+) -> list[Check]:
+    """Makes a check or several; an exception becomes a failure, so that other checks still run."""
     try:
-        return function(*args)
+        result = function(*args)
+        return result if isinstance(result, list) else [result] if result else []
     except Exception as error:
-        return [
-            Check(
-                name=name,
-                status="failure",
-                observed=first_line(error),
-                expected="no exception",
-                remedy="if nothing above explains it, report it with this output",
-            )
-        ]
+        remedy = "if nothing above explains it, report it with this output"
+        text = first_line(error)
+        return [Check(name, "failure", text, expected="no exception", remedy=remedy)]
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Writes "rank 3" or "ranks 0-3, 7"; the ranks are in order."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    # In a run of consecutive ranks, rank less place is the same.
+    groups = itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    runs = [[rank for _, rank in group] for _, group in groups]
     texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
+
+
+def ranks_by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
+    """Returns the ranks of each value, in the order of the values' first ranks."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def across_ranks(everywhere: Sequence[Sequence[Check]]) -> list[Check]:
@@ -106,13 +118,10 @@ def _joined(by_rank: Mapping[int, Check], num_ranks: int) -> Check:
     shown = max(bad.values(), key=lambda check: check.numbers.get("share", 0.0))
     if len({check.observed for check in by_rank.values()}) == 1 and len(by_rank) == num_ranks:
         return shown
-    alike: dict[str, list[int]] = {}
-    for rank, check in bad.items():
-        alike.setdefault(check.observed, []).append(rank)
+    alike = ranks_by_value({rank: check.observed for rank, check in bad.items()})
     if "share" in shown.numbers and len(bad) == num_ranks:
-        return replace(
-            shown, observed=f"{shown.observed} (worst: {name_ranks(alike[shown.observed])})"
-        )
+        worst_ranks = name_ranks(alike[shown.observed])
+        return replace(shown, observed=f"{shown.observed} (worst: {worst_ranks})")
     lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in list(alike.items())[:4]]
     if len(alike) > len(lines):
         lines.append(f"... and {len(alike) - len(lines)} more")

@@ -27,16 +27,16 @@ class Clash:
 
     Args:
         applies: whether a process with these facts, in a job of so many pipeline ranks, has it.
-        status: the row's status if the clash applies, "warning" or "failure".
         problem: a sentence for the row.
+        status: the row's status if the clash applies, "warning" or "failure".
     """
 
     name: str
     applies: Callable[[Facts, int], bool]
-    status: Status
     problem: str
     remedy: str
     source: str
+    status: Status = "warning"
 
 
 def is_at_least(facts: Facts, package: str, *version: int) -> bool:
@@ -48,13 +48,13 @@ def is_before(facts: Facts, package: str, *version: int) -> bool:
     return package in facts.versions and not is_at_least(facts, package, *version)
 
 
-def nccl_debugging(facts: Facts) -> list[str]:
-    """Lists the debugging variables that are set; the value 0 counts as not set."""
-    return [name for name in NCCL_DEBUGGING if facts.environment.get(name, "0") not in ("", "0")]
+def is_release(facts: Facts, package: str, *version: int) -> bool:
+    return (facts.version(package) or ())[: len(version)] == version
 
 
-def _interprets(facts: Facts) -> bool:
-    return facts.environment.get("TRITON_INTERPRET", "0") == "1"
+def is_set(facts: Facts, name: str) -> bool:
+    """Tells whether a variable is set; the value 0 counts as not set."""
+    return facts.environment.get(name, "0") not in ("", "0")
 
 
 def _restarts(facts: Facts) -> bool:
@@ -63,15 +63,11 @@ def _restarts(facts: Facts) -> bool:
     return number.isdigit() and int(number) > 0 and shared
 
 
-def _one_connection(facts: Facts) -> bool:
-    return facts.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-
-
 CLASHES = (
     Clash(
         name="Triton's interpreter and NumPy 2.4",
         applies=lambda facts, pp: (
-            _interprets(facts)
+            facts.environment.get("TRITON_INTERPRET") == "1"
             and is_before(facts, "triton", 3, 7)
             and is_at_least(facts, "numpy", 2, 4)
         ),
@@ -83,7 +79,6 @@ CLASHES = (
     Clash(
         name="torch's pipelines: a step after an eval",
         applies=lambda facts, pp: pp > 1 and is_before(facts, "torch", 2, 13),
-        status="warning",
         problem="torch before 2.13 makes receive buffers at a schedule's first call: a step fails "
         "after an eval",
         remedy="use the contexts of docs/guide/pipelines.md, which make new buffers; or torch 2.13",
@@ -92,7 +87,6 @@ CLASHES = (
     Clash(
         name="torch's pipelines: zero-bubble schedules",
         applies=lambda facts, pp: pp > 1 and is_before(facts, "torch", 2, 13),
-        status="warning",
         problem="torch before 2.13 cannot compute an autograd.Function's weight gradients apart: a "
         "step fails with the head on the last stage",
         remedy="the vocabulary over the pipeline, another schedule, or torch 2.13",
@@ -100,8 +94,7 @@ CLASHES = (
     ),
     Clash(
         name="torch's pipelines: ZBV's eval",
-        applies=lambda facts, pp: pp > 1 and (facts.version("torch") or ())[:2] == (2, 13),
-        status="warning",
+        applies=lambda facts, pp: pp > 1 and is_release(facts, "torch", 2, 13),
         problem="torch 2.13's ScheduleZBVZeroBubble.eval fails where a rank hands a gradient to "
         "itself",
         remedy="`cce-dist train` avoids the failure; elsewhere evaluate with another schedule",
@@ -110,7 +103,6 @@ CLASHES = (
     Clash(
         name="torchrun's restarts and the store",
         applies=lambda facts, pp: _restarts(facts),
-        status="warning",
         problem="with --max-restarts the store outlives the workers, and restarted ones may read "
         "addresses of dead ones",
         remedy="`cce-dist train` keeps its attempts apart; for other scripts: "
@@ -121,10 +113,8 @@ CLASHES = (
     Clash(
         name="Megatron-FSDP 0.14 and torch 2.13",
         applies=lambda facts, pp: (
-            (facts.version("megatron-core") or ())[:2] == (0, 14)
-            and is_at_least(facts, "torch", 2, 13)
+            is_release(facts, "megatron-core", 0, 14) and is_at_least(facts, "torch", 2, 13)
         ),
-        status="warning",
         problem="megatron-core 0.14's Megatron-FSDP uses names that torch 2.13 has no longer",
         remedy="megatron-core 0.15 or later, or an older torch",
         source="docs/guide/megatron.md#supported-refused-untested",
@@ -134,9 +124,8 @@ CLASHES = (
         applies=lambda facts, pp: (
             "megatron-core" in facts.versions
             and any(gpu.capability < (10, 0) for gpu in facts.gpus)
-            and not _one_connection(facts)
+            and facts.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
         ),
-        status="warning",
         problem="before Blackwell, Megatron with tensor or context parallelism asserts that the "
         "variable is 1",
         remedy="for Megatron's jobs without FSDP: export CUDA_DEVICE_MAX_CONNECTIONS=1",
@@ -144,8 +133,9 @@ CLASHES = (
     ),
     Clash(
         name="NCCL's settings for debugging",
-        applies=lambda facts, pp: bool(facts.gpus) and bool(nccl_debugging(facts)),
-        status="warning",
+        applies=lambda facts, pp: (
+            bool(facts.gpus) and any(is_set(facts, name) for name in NCCL_DEBUGGING)
+        ),
         problem="a setting of NCCL's for debugging is on: slower collectives, crashes or hangs",
         remedy="unset these variables: " + ", ".join(NCCL_DEBUGGING),
         source="https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html",
@@ -155,15 +145,8 @@ CLASHES = (
 
 def check_clashes(facts: Facts, pp: int) -> list[Check]:
     """Returns a row for each clash that applies, or a single row that says none applies."""
-    clashes = [clash for clash in CLASHES if clash.applies(facts, pp)]
-    if not clashes:
-        return [Check(name="clashes", status="ok", observed=f"none of {len(CLASHES)} known ones")]
     return [
-        Check(
-            name=clash.name,
-            status=clash.status,
-            observed=f"{clash.problem} ({clash.source})",
-            remedy=clash.remedy,
-        )
-        for clash in clashes
-    ]
+        Check(x.name, x.status, f"{x.problem} ({x.source})", remedy=x.remedy)
+        for x in CLASHES
+        if x.applies(facts, pp)
+    ] or [Check("clashes", "ok", f"none of {len(CLASHES)} known ones")]

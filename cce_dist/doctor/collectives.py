@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist.distributed import own_group
-from cce_dist.doctor.check import Check
+from cce_dist.distributed.joining import num_cores, own_group
+from cce_dist.doctor.check import Check, make_check
 from cce_dist.doctor.facts import RankFacts
 from cce_dist.doctor.links import TOO_SLOW, Link, link_of
 from cce_dist.doctor.ranks import Ranks
+from cce_dist.doctor.report import Request
 from cce_dist.ranks.gather import start_all_gather
 from cce_dist.ranks.hidden_sum import reduce_grad_hidden
 from cce_dist.ranks.transport import group_rank, group_size
@@ -29,25 +29,7 @@ WARM_UP = 3
 FEWEST, MOST = 3, 30
 # About the time that all calls of one row take together.
 SECONDS_A_ROW = 1.5
-TINY = 1
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Job:
-    """The sizes and the dtype of the loss whose collectives are measured.
-
-    Args:
-        bandwidth: expected bytes/s, in place of the table's; None: the table's.
-    """
-
-    tokens: int
-    dim: int
-    dtype: str = "bfloat16"
-    tp: int = 1
-    pp: int = 1
-    sequence_parallel: bool = False
-    bandwidth: float | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +55,7 @@ class Measured:
 
 @contextmanager
 def groups_of(
-    ranks: Ranks, job: Job, device: torch.device
+    ranks: Ranks, request: Request, device: torch.device
 ) -> Iterator[list[tuple[str, dist.ProcessGroup, list[int]]]]:
     """Yields this rank's groups that may share a vocabulary: name, group and members.
 
@@ -85,19 +67,18 @@ def groups_of(
     dist.init_process_group(
         backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=limit
     )
-    broken = False
+    _, pp, tp = request.mesh(ranks.size)
+    broken = True
     try:
-        widths = {"tp": job.tp} | ({"pp x tp": job.pp * job.tp} if job.pp > 1 else {})
         groups = []
-        for name, width in widths.items():
-            rows = [list(range(x, x + width)) for x in range(0, ranks.size, width)]
-            group = own_group(ranks.rank, rows, limit)
-            if group is not None and width > 1:
+        for name, width in {"tp": tp, "pp x tp": pp * tp if pp > 1 else 1}.items():
+            if width > 1:
+                rows = [list(range(x, x + width)) for x in range(0, ranks.size, width)]
+                group = own_group(ranks.rank, rows, limit)
+                assert group is not None
                 groups.append((name, group, rows[ranks.rank // width]))
         yield groups
-    except BaseException:
-        broken = True
-        raise
+        broken = False
     finally:
         # NCCL would wait here for ranks in a collective, and hide the exception.
         if not broken or device.type != "cuda":
@@ -105,7 +86,7 @@ def groups_of(
 
 
 def check_collectives(
-    ranks: Ranks, job: Job, device: torch.device, everyone: Sequence[RankFacts]
+    ranks: Ranks, request: Request, device: torch.device, everyone: Sequence[RankFacts]
 ) -> list[Check]:
     """Returns three rows for each kind of group: the smallest collective, the merge, and the sum.
 
@@ -115,37 +96,35 @@ def check_collectives(
     Collectives: all ranks of the job must call this.
     """
     checks: list[Check] = []
-    with groups_of(ranks, job, device) as groups:
+    with groups_of(ranks, request, device) as groups:
         if not groups:
             reason = "the loss has none: every rank holds the whole vocabulary"
-            return [Check(name="collectives", status="skipped", observed=reason)]
+            return [Check("collectives", "skipped", reason)]
+        bandwidth = None if request.bandwidth is None else 1e9 * request.bandwidth
         for name, group, members in groups:
-            link = link_of([everyone[rank] for rank in members], _num_cores())
-            for kind in ("latency", "merge", "sum"):
-                measured = _make(kind, job, group, device)
+            size, tiny = len(members), 0.0
+            link = link_of([everyone[rank] for rank in members], num_cores())
+            for kind, measured in _make_all(request, group, device):
                 seconds, right = _measure(ranks, f"{name}/{kind}", measured, device)
-                if kind == "latency":
-                    tiny = seconds
-                label = f"{kind}, {name} {len(members)}"
-                check = judge(label, measured, len(members), seconds, tiny, link, job.bandwidth)
+                tiny = tiny or seconds
+                label = f"{kind}, {name} {size}"
+                check = judge(label, measured, size, seconds, tiny, link, bandwidth)
                 checks.append(check if right else _wrong(label, measured))
     return checks
 
 
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _make(kind: str, job: Job, group: dist.ProcessGroup, device: torch.device) -> Measured:
-    size, rank = group_size(group), group_rank(group)
-    share = (size - 1) / size
-    if kind == "sum":
-        return _make_sum(job, group, device)
+def _make_all(
+    request: Request, group: dist.ProcessGroup, device: torch.device
+) -> Iterator[tuple[str, Measured]]:
+    yield "latency", _make_gather(1, group, device)
     # The merge sends a header, and two numbers for each token.
-    count = TINY if kind == "latency" else 2 * job.tokens + 8
-    mine = torch.full((count,), float(rank), device=device)
+    yield "merge", _make_gather(2 * request.tokens + 8, group, device)
+    yield "sum", _make_sum(request, group, device)
+
+
+def _make_gather(count: int, group: dist.ProcessGroup, device: torch.device) -> Measured:
+    size = group_size(group)
+    mine = torch.full((count,), float(group_rank(group)), device=device)
 
     def gather() -> Tensor:
         return start_all_gather(mine, group, async_op=False)()
@@ -155,14 +134,14 @@ def _make(kind: str, job: Job, group: dist.ProcessGroup, device: torch.device) -
         return bool((gather() == expected[:, None]).all())
 
     text = f"all-gather of {4 * count:,} bytes a rank"
-    return Measured(gather, is_right, share * 4 * count * size, 1, text)
+    return Measured(gather, is_right, 4.0 * (size - 1) * count, 1, text)
 
 
-def _make_sum(job: Job, group: dist.ProcessGroup, device: torch.device) -> Measured:
-    """Makes the sum of `reduce_grad_hidden` for hidden states of the job's dtype."""
-    size, scatter, dtype = group_size(group), job.sequence_parallel, DTYPES[job.dtype]
-    share, num_bytes = (size - 1) / size, 4 * job.tokens * job.dim
-    grad = torch.empty(job.tokens, job.dim, device=device)
+def _make_sum(request: Request, group: dist.ProcessGroup, device: torch.device) -> Measured:
+    """Makes the sum of `reduce_grad_hidden` for hidden states of the request's dtype."""
+    size, scatter, dtype = group_size(group), request.sequence_parallel, DTYPES[request.dtype]
+    grad = torch.empty(request.tokens, request.dim, device=device)
+    num_bytes = (size - 1) / size * 4 * grad.numel()
 
     def reduce() -> Tensor:
         return reduce_grad_hidden(grad, group, scatter=scatter, dtype=dtype)
@@ -174,14 +153,13 @@ def _make_sum(job: Job, group: dist.ProcessGroup, device: torch.device) -> Measu
         grad.zero_()
         return right
 
-    shape = f"[{job.tokens}, {job.dim}]"
+    shape = f"{list(grad.shape)} fp32"
     if scatter:
-        text = f"reduce-scatter of {shape} fp32"
-        return Measured(reduce, is_right, share * num_bytes, 1, text, scatters=True)
-    if dtype.itemsize == 4 or job.tokens % size:
-        return Measured(reduce, is_right, 2 * share * num_bytes, 1, f"all-reduce of {shape} fp32")
-    text = f"reduce-scatter of {shape} fp32, all-gather in 16 bits"
-    return Measured(reduce, is_right, 1.5 * share * num_bytes, 2, text, scatters=True)
+        return Measured(reduce, is_right, num_bytes, 1, f"reduce-scatter of {shape}", True)
+    if dtype.itemsize == 4 or request.tokens % size:
+        return Measured(reduce, is_right, 2 * num_bytes, 1, f"all-reduce of {shape}")
+    text = f"reduce-scatter of {shape}, all-gather in 16 bits"
+    return Measured(reduce, is_right, 1.5 * num_bytes, 2, text, True)
 
 
 def _measure(
@@ -201,21 +179,20 @@ def _measure(
 
 
 def _times(call: Callable[[], Any], repeats: int, device: torch.device) -> list[float]:
-    """Times each call. Calls run back to back, which keeps the ranks together."""
+    """Times each call, in seconds. Calls run back to back, which keeps the ranks together."""
     if device.type != "cuda":
-        durations = []
+        marks = [time.perf_counter()]
         for _ in range(repeats):
-            start = time.perf_counter()
             call()
-            durations.append(time.perf_counter() - start)
-        return durations
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
+            marks.append(time.perf_counter())
+        return [b - a for a, b in itertools.pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
         call()
-        mark.record()
+        event.record()
     torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
 
 
 def judge(
@@ -225,7 +202,7 @@ def judge(
     seconds: float,
     tiny: float,
     link: Link,
-    bandwidth: float | None,
+    bandwidth: float | None,  # expected bytes/s, in place of the link's
 ) -> Check:
     """Returns the row of a collective with right results.
 
@@ -233,36 +210,36 @@ def judge(
 
     Args:
         tiny: measured seconds of the smallest collective, used if the link has no figure for it.
-        bandwidth: as in `Job`.
     """
-    known = link.expected
-    latency = known.latency.get(size) if known is not None else None
-    rate = bandwidth
-    if rate is None and known is not None:
-        rate = (known.scattered if measured.scatters else None) or known.bandwidth
-    source = "as given by --bandwidth" if bandwidth else known.source if known else ""
-    # If the link has no figure for a small collective, add the measured time of the smallest.
+    known, num_bytes = link.expected, measured.bus_bytes
+    latency = None if known is None else known.latency.get(size)
+    rate, source = bandwidth, "as given by --bandwidth"
+    if known is not None and rate is None:
+        rate, source = (
+            (known.scattered if measured.scatters else None) or known.bandwidth,
+            known.source,
+        )
+    is_large = num_bytes >= 1e5
     expected = None
-    if rate is not None and (latency is not None or measured.steps * tiny < seconds / 2):
-        base = tiny if latency is None else latency
-        expected = measured.steps * base + measured.bus_bytes / rate
-    if measured.bus_bytes < 1e5 and latency is None:
-        expected = None
-    achieved = measured.bus_bytes / seconds
-    speed = f", {achieved / 1e9:.3g} GB/s of the bus" if measured.bus_bytes >= 1e5 else ""
-    slow = expected is not None and seconds > TOO_SLOW * expected
-    return Check(
-        name=name,
-        status="warning" if slow else "ok",
-        observed=f"{_duration(seconds)}{speed}: {measured.description}; {link.kind}",
-        expected="no figure for this link"
-        if expected is None
-        else f"{_duration(expected)}, at most {TOO_SLOW:g} times that ({source})",
-        remedy=link.advice if slow else "",
+    # If the link has no figure for a small collective, add the measured time of the smallest.
+    can_add = is_large and measured.steps * tiny < seconds / 2
+    if rate is not None and (latency is not None or can_add):
+        expected = measured.steps * (tiny if latency is None else latency) + num_bytes / rate
+    speed = f", {num_bytes / seconds / 1e9:.3g} GB/s of the bus" if is_large else ""
+    rule = "no figure for this link"
+    if expected is not None:
+        rule = f"{_duration(expected)}, at most {TOO_SLOW:g} times that ({source})"
+    return make_check(
+        name,
+        expected is None or seconds <= TOO_SLOW * expected,
+        f"{_duration(seconds)}{speed}: {measured.description}; {link.kind}",
+        expected=rule,
+        remedy=link.advice,
+        otherwise="warning",
         numbers={
             "seconds": seconds,
-            "bus_bytes": measured.bus_bytes,
-            "bus_bytes_per_second": achieved,
+            "bus_bytes": num_bytes,
+            "bus_bytes_per_second": num_bytes / seconds,
             "expected_seconds": expected,
             "link": link.kind,
             "ranks": size,
@@ -272,9 +249,9 @@ def judge(
 
 def _wrong(name: str, measured: Measured) -> Check:
     return Check(
-        name=name,
-        status="failure",
-        observed=f"wrong numbers came back: {measured.description}",
+        name,
+        "failure",
+        f"wrong numbers came back: {measured.description}",
         expected="each rank's numbers, or their sum",
         remedy="do not train here: look at NCCL_DEBUG=INFO and at the GPUs' and links' errors, or "
         "try another NCCL",

@@ -5,6 +5,7 @@ Nothing here needs torch. If torch can be imported, its facts about GPUs are add
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -16,15 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-PACKAGES = (
-    "cce-dist",
-    "torch",
-    "triton",
-    "numpy",
-    "megatron-core",
-    "mpi4py",
-    "transformer-engine",
-)
+# Packages of which every rank must have the same version.
+ALIKE = ("python", "torch", "triton", "numpy", "cce-dist", "megatron-core", "mpi4py")
+PACKAGES = (*ALIKE[1:], "transformer-engine")
+SOURCES = "sources of cce_dist"
 # Prefixes of the variables that are kept. Others are not read: they may hold secrets.
 PREFIXES = ("NCCL_", "GLOO_", "TRITON_", "TORCH_", "TORCHELASTIC_", "CUDA_", "CCE_DIST_")
 # Time limit of nvidia-smi.
@@ -75,6 +71,12 @@ class Facts:
         """
         return numbers_of(self.versions.get(package, ""))
 
+    @property
+    def software(self) -> dict[str, str | None]:
+        """Returns versions, and a digest of the sources, that must be the same on every rank."""
+        versions = {name: self.versions.get(name) for name in ALIKE}
+        return versions | {SOURCES: self.sources, "CUDA": self.cuda, "NCCL": self.nccl}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
@@ -85,6 +87,7 @@ class RankFacts:
         gpu, capability: uuid and compute capability of the rank's GPU; None: the rank has none.
         links: as in `Facts`, each with both uuids and its kind.
         has_gpus: torch finds GPUs, although the rank may have none.
+        software: as `Facts.software` returns it.
     """
 
     host: str
@@ -93,15 +96,16 @@ class RankFacts:
     capability: tuple[int, int] | None = None
     links: Sequence[tuple[str, str, str]] = ()
     has_gpus: bool = False
-    sources: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    cuda: str | None = None
-    nccl: str | None = None
+    software: Mapping[str, str | None] = field(default_factory=dict)
 
 
 def numbers_of(version: str) -> tuple[int, ...] | None:
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(number) for number in match.group().split(".")) if match else None
+
+
+def dotted(version: Sequence[object]) -> str:
+    return ".".join(map(str, version))
 
 
 def gather_facts(*, with_torch: bool) -> Facts:
@@ -112,20 +116,10 @@ def gather_facts(*, with_torch: bool) -> Facts:
     """
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    environment = {
-        name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)
-    }
-    facts = Facts(
-        host=socket.gethostname(),
-        versions=versions,
-        sources=_digest(),
-        environment=environment,
-        driver=_driver(),
-    )
+    environment = {key: os.environ[key] for key in sorted(os.environ) if key.startswith(PREFIXES)}
+    facts = Facts(socket.gethostname(), versions, _digest(), environment, _driver())
     return _ask_torch(facts) if with_torch else facts
 
 
@@ -144,10 +138,9 @@ def _driver() -> str | None:
     A container may have only one of them.
     """
     path = Path("/proc/driver/nvidia/version")
-    if path.exists():
-        match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", path.read_text(errors="replace"))
-        if match:
-            return match.group(1)
+    stated = path.read_text(errors="replace") if path.exists() else ""
+    if match := re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", stated):
+        return match.group(1)
     lines = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     return lines[0].strip() if lines else None
 
@@ -155,12 +148,12 @@ def _driver() -> str | None:
 def _nvidia_smi(*arguments: str) -> str:
     """Returns the output of nvidia-smi; nothing where it is absent, fails or hangs."""
     try:
-        done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SECONDS, check=True
-        )
+        command = ["nvidia-smi", *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=SECONDS, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout
 
 
 def _ask_torch(facts: Facts) -> Facts:
@@ -176,27 +169,16 @@ def _ask_torch(facts: Facts) -> Facts:
     try:
         # Raises where there are GPUs that cannot be used; otherwise their number may be 0.
         torch.cuda.init()
-        gpus = tuple(_gpu(index) for index in range(torch.cuda.device_count()))
-        facts = replace(facts, gpus=gpus)
+        every = [torch.cuda.get_device_properties(x) for x in range(torch.cuda.device_count())]
+        gpus = [Gpu(x.name, _bare(str(x.uuid)), x.total_memory, (x.major, x.minor)) for x in every]
+        facts = replace(facts, gpus=tuple(gpus))
         if dist.is_available() and dist.is_nccl_available():
-            facts = replace(facts, nccl=".".join(str(number) for number in nccl.version()))
+            facts = replace(facts, nccl=dotted(nccl.version()))
     except Exception as error:
         return replace(facts, why_no_gpu=str(error).strip().splitlines()[0])
     # All GPUs of the host, whichever of them CUDA_VISIBLE_DEVICES shows to torch.
     uuids = _nvidia_smi("--query-gpu=index,uuid", "--format=csv,noheader")
     return replace(facts, links=read_links(_nvidia_smi("topo", "-m"), uuids))
-
-
-def _gpu(index: int) -> Gpu:
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    return Gpu(
-        properties.name,
-        _bare(str(properties.uuid)),
-        properties.total_memory,
-        (properties.major, properties.minor),
-    )
 
 
 def _bare(uuid: str) -> str:
@@ -208,21 +190,15 @@ def read_links(matrix: str, indices: str) -> dict[tuple[str, str], str]:
 
     Returns: kinds of links by the uuids of both GPUs, the smaller uuid first.
     """
-    uuids = {}
-    for line in indices.splitlines():
-        index, _, uuid = line.partition(",")
-        uuids[f"GPU{index.strip()}"] = _bare(uuid)
+    uuids = [_bare(line.partition(",")[2]) for line in indices.splitlines()]
     # nvidia-smi underlines the matrix's head, even where it does not write to a terminal.
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()
-    head = next((line.split() for line in lines if line.split()[:1] == ["GPU0"]), [])
-    columns = [name for name in head if re.fullmatch(r"GPU\d+", name)]
-    links = {}
-    for line in lines:
-        name, *cells = line.split() or [""]
-        if name not in uuids or cells[:1] == ["GPU1"]:
-            continue
-        for other, kind in zip(columns, cells, strict=False):
-            if other != name and other in uuids:
-                pair = sorted((uuids[name], uuids[other]))
-                links[pair[0], pair[1]] = kind
-    return links
+    lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", matrix).splitlines()]
+    # A row for each GPU, below the head. GPUs' columns come before those of other devices.
+    is_gpu = re.compile(r"GPU\d+").fullmatch
+    rows = [line[1:] for line in lines if line and is_gpu(line[0]) and line[1:2] != ["GPU1"]]
+    return {
+        (first, second): kind
+        for first, row in zip(uuids, rows, strict=False)
+        for second, kind in zip(uuids, row, strict=False)
+        if first < second
+    }

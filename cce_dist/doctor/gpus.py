@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from cce_dist.doctor.check import Check
-from cce_dist.doctor.facts import Facts, Gpu, numbers_of
+from collections import Counter
+
+from cce_dist.doctor.check import Check, make_check
+from cce_dist.doctor.facts import Facts, dotted, numbers_of
 
 # The oldest driver for CUDA of a major version:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
@@ -15,28 +17,20 @@ def check_driver(facts: Facts) -> Check:
     """Checks that the driver is new enough for the CUDA of torch."""
     if facts.driver is None and facts.gpus:
         unknown = "of unknown version: neither /proc/driver/nvidia nor nvidia-smi states it"
-        return Check(
-            name="driver", status="warning", observed=unknown, remedy="put nvidia-smi on PATH"
-        )
+        return Check("driver", "warning", unknown, remedy="put nvidia-smi on PATH")
     if facts.driver is None:
-        return Check(
-            name="driver",
-            status="skipped",
-            observed="no NVIDIA driver: eager torch computes the loss on the CPU",
-        )
+        absent = "no NVIDIA driver: eager torch computes the loss on the CPU"
+        return Check("driver", "skipped", absent)
     cuda = facts.cuda or ""
     oldest = OLDEST_DRIVER.get((numbers_of(cuda) or (0,))[0])
-    driver = (numbers_of(facts.driver) or (0,))[0]
-    expected = f">= {oldest} for CUDA {cuda}" if oldest else ""
-    too_old = oldest is not None and driver < oldest
-    # An older driver works with NVIDIA's compatibility package: torch then finds its GPUs.
-    status = "ok" if not too_old else "warning" if facts.gpus else "failure"
-    return Check(
-        name="driver",
-        status=status,
-        observed=facts.driver,
-        expected=expected,
-        remedy="update the driver, or install a torch for an older CUDA" if too_old else "",
+    return make_check(
+        "driver",
+        oldest is None or (numbers_of(facts.driver) or (0,))[0] >= oldest,
+        facts.driver,
+        expected=f">= {oldest} for CUDA {cuda}" if oldest else "",
+        remedy="update the driver, or install a torch for an older CUDA",
+        # An older driver works with NVIDIA's compatibility package: torch then finds its GPUs.
+        otherwise="warning" if facts.gpus else "failure",
     )
 
 
@@ -45,52 +39,38 @@ def check_gpus(facts: Facts) -> Check:
     if facts.gpus:
         return _check_usable(facts)
     if facts.driver is None:
-        return Check(name="GPUs", status="skipped", observed="none")
+        return Check("GPUs", "skipped", "none")
     hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
     if hidden in ("", "-1"):
-        return Check(
-            name="GPUs",
-            status="skipped",
-            observed=f"hidden by CUDA_VISIBLE_DEVICES={hidden}: the loss is computed on the CPU",
-        )
+        by = f"hidden by CUDA_VISIBLE_DEVICES={hidden}: the loss is computed on the CPU"
+        return Check("GPUs", "skipped", by)
+    problem = f"torch can use none: {facts.why_no_gpu or 'it counts 0'}"
+    expected = "at least one"
+    remedy = "see whether nvidia-smi lists GPUs, and whether the container was given any"
     if facts.cuda is None:
-        return Check(
-            name="GPUs",
-            status="failure",
-            observed=f"an NVIDIA driver, but torch {facts.versions.get('torch', '')} has no CUDA",
-            expected="a torch built for CUDA",
-            remedy="install torch's CUDA wheel: https://pytorch.org/get-started",
-        )
-    return Check(
-        name="GPUs",
-        status="failure",
-        observed=f"torch can use none: {facts.why_no_gpu or 'it counts 0'}",
-        expected="at least one",
-        remedy="see whether nvidia-smi lists GPUs, and whether the container was given any",
-    )
+        problem = f"an NVIDIA driver, but torch {facts.versions.get('torch', '')} has no CUDA"
+        expected = "a torch built for CUDA"
+        remedy = "install torch's CUDA wheel: https://pytorch.org/get-started"
+    return Check("GPUs", "failure", problem, expected=expected, remedy=remedy)
 
 
 def _check_usable(facts: Facts) -> Check:
     from cce_dist.backends.triton.launch.tiles import LEAST_CAPABILITY
 
-    kinds: dict[str, int] = {}
-    for gpu in facts.gpus:
-        kind = f"{gpu.name}, {gpu.memory / GIB:.0f} GiB, compute capability {_dotted(gpu)}"
-        kinds[kind] = kinds.get(kind, 0) + 1
+    kinds = Counter(
+        f"{gpu.name}, {gpu.memory / GIB:.0f} GiB, compute capability {dotted(gpu.capability)}"
+        for gpu in facts.gpus
+    )
     remedy = ""
     if len(kinds) > 1:
         remedy = "the slowest GPU sets the pace: choose GPUs by CUDA_VISIBLE_DEVICES"
     if any(gpu.capability < LEAST_CAPABILITY for gpu in facts.gpus):
         remedy = "eager torch computes the loss on the older GPUs, slower and in more memory"
-    least = ".".join(str(number) for number in LEAST_CAPABILITY)
-    return Check(
-        name="GPUs",
-        status="warning" if remedy else "ok",
-        observed="; ".join(f"{count} x {kind}" for kind, count in kinds.items()),
-        expected=f"compute capability >= {least}, of one kind; tuned for 9.0",
+    return make_check(
+        "GPUs",
+        not remedy,
+        "; ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        expected=f"compute capability >= {dotted(LEAST_CAPABILITY)}, of one kind; tuned for 9.0",
         remedy=remedy,
+        otherwise="warning",
     )
-
-
-def _dotted(gpu: Gpu) -> str:
-    return ".".join(str(number) for number in gpu.capability)

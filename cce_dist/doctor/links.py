@@ -5,6 +5,7 @@ Figures are measured or published ones. For other links no time is expected.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,28 +71,20 @@ def link_of(members: Sequence[RankFacts], cores: int) -> Link:
     hosts = {facts.host for facts in members}
     if len(hosts) > 1:
         return Link(f"the network between {len(hosts)} hosts")
-    gpus = [(facts.gpu, facts.capability) for facts in members]
-    uuids = sorted(uuid for uuid, _ in gpus if uuid is not None)
+    uuids = sorted(facts.gpu for facts in members if facts.gpu is not None)
     if len(uuids) < len(members):
         # With more ranks than cores, ranks wait for a core.
         expected = GLOO if len(members) <= cores else None
         return Link("gloo on one host", expected, ON_CORES)
-    majors = {capability[0] for _, capability in gpus if capability is not None}
     known = {(first, second): kind for first, second, kind in members[0].links}
-    return _between_gpus(uuids, majors, known)
-
-
-def _between_gpus(uuids: list[str], majors: set[int], known: dict[tuple[str, str], str]) -> Link:
-    pairs = [(a, b) for i, a in enumerate(uuids) for b in uuids[i + 1 :]]
-    kinds = {known.get(pair, "unknown") for pair in pairs}
+    kinds = sorted({known.get(pair, "unknown") for pair in itertools.combinations(uuids, 2)})
     if "unknown" in kinds:
         return Link("GPUs of one host, their links unknown (no `nvidia-smi topo -m`)")
-    if not all(kind.startswith("NV") for kind in kinds):
-        slow = sorted(kind for kind in kinds if not kind.startswith("NV"))
+    if slow := [kind for kind in kinds if not kind.startswith("NV")]:
         return Link(f"PCIe between GPUs of one host ({', '.join(slow)})")
     if len(kinds) > 1:
-        return Link(f"NVLink of several widths ({', '.join(sorted(kinds))})")
-    (kind,) = kinds
-    count = int(kind[2:]) if kind[2:].isdigit() else 0
+        return Link(f"NVLink of several widths ({', '.join(kinds)})")
+    count = int(kinds[0][2:]) if kinds[0][2:].isdigit() else 0
+    majors = {facts.capability[0] for facts in members if facts.capability is not None}
     expected = NVLINK.get((majors.pop(), count)) if len(majors) == 1 else None
     return Link(f"NVLink, {count} links", expected)

@@ -23,16 +23,14 @@ import torch.distributed as dist
 
 from cce_dist.distributed import joining as distributed
 from cce_dist.distributed.launchers import Launch, read_launch
-from cce_dist.distributed.rendezvous import locate, meet, open_store
-from cce_dist.doctor.check import Check, name_ranks
-from cce_dist.doctor.facts import Facts, RankFacts
+from cce_dist.distributed.rendezvous import locate, open_attempt
+from cce_dist.doctor.check import Check, make_check, name_ranks, ranks_by_value
+from cce_dist.doctor.facts import SOURCES, Facts, RankFacts
 
 # Time to wait for the store's answer once a rank hangs.
 ASK_SECONDS = 3.0
 # With clocks further apart, logs of several hosts cannot be put in order.
 LARGEST_SKEW_S = 2.0
-# Packages of which every rank must have the same version.
-ALIKE = ("python", "torch", "triton", "numpy", "cce-dist", "megatron-core", "mpi4py")
 
 
 class AbsentRanks(RuntimeError):
@@ -65,21 +63,21 @@ class Ranks:
         Args:
             phase: a name that no other call uses.
         """
-        self.store.set(f"{phase}/{self.rank}", json.dumps(value))
         keys = [f"{phase}/{rank}" for rank in range(self.size)]
-        deadline = time.monotonic() + self.timeout
-        for key in keys:
-            left = max(deadline - time.monotonic(), 0.001)
-            try:
-                self.store.wait([key], timedelta(seconds=left))
-            except dist.DistError as error:
-                raise AbsentRanks(self._absent(phase)) from error
+        self.store.set(keys[self.rank], json.dumps(value))
+        try:
+            self.store.wait(keys, timedelta(seconds=self.timeout))
+        except dist.DistError as error:
+            raise AbsentRanks(self._why_late(phase)) from error
         return [json.loads(self.store.get(key)) for key in keys]
 
-    def _absent(self, phase: str) -> str:
+    def absent(self, phase: str) -> list[int]:
+        return [x for x in range(self.size) if not self.store.check([f"{phase}/{x}"])]
+
+    def _why_late(self, phase: str) -> str:
         # A store dies with the rank that hosts it.
         try:
-            absent = [x for x in range(self.size) if not self.store.check([f"{phase}/{x}"])]
+            absent = self.absent(phase)
         except dist.DistError:
             return f"the store is gone, in {phase}: rank 0 or the launcher died"
         who = name_ranks(absent) if absent else "a rank"
@@ -105,12 +103,7 @@ def join(timeout: float, alike: Mapping[str, Any]) -> Ranks:
     """
     limit = timedelta(seconds=timeout)
     launch, store = locate(read_launch(os.environ), limit)
-    if launch.world_size == 1:
-        return Ranks(launch, dist.HashStore(), timeout)
-    store = store or open_store(launch, limit)
-    alike = {"WORLD_SIZE": launch.world_size, **alike}
-    store = meet(store, launch.rank, launch.world_size, alike, limit)
-    return Ranks(launch, store, timeout)
+    return Ranks(launch, open_attempt(launch, store, alike, limit), timeout)
 
 
 @contextmanager
@@ -119,17 +112,18 @@ def ends_within(seconds: float, ranks: Ranks, phase: str) -> Iterator[None]:
 
     No exception ends a kernel or a collective that waits for ever.
     """
-    ranks.store.set(f"began {phase}/{ranks.rank}", "")
+    began = f"began {phase}"
+    ranks.store.set(f"{began}/{ranks.rank}", "")
 
     def end() -> None:
-        absent: list[str] = []
+        absent: list[int] = []
         # The store itself may hang.
-        asking = threading.Thread(target=lambda: absent.append(_absent(ranks, phase)), daemon=True)
-        asking.start()
-        asking.join(ASK_SECONDS)
-        host = socket.gethostname()
-        text = f"error: rank {ranks.rank} on {host} hung in {phase} for {seconds:g} s"
-        sys.stderr.write("; ".join([text, *filter(None, absent)]) + "\n")
+        ask = threading.Thread(target=lambda: absent.extend(ranks.absent(began)), daemon=True)
+        ask.start()
+        ask.join(ASK_SECONDS)
+        who = f"rank {ranks.rank} on {socket.gethostname()}"
+        others = f"; {name_ranks(absent)} never came to it" if absent else ""
+        sys.stderr.write(f"error: {who} hung in {phase} for {seconds:g} s{others}\n")
         sys.stderr.flush()
         os._exit(1)
 
@@ -140,11 +134,6 @@ def ends_within(seconds: float, ranks: Ranks, phase: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _absent(ranks: Ranks, phase: str) -> str:
-    others = [x for x in range(ranks.size) if not ranks.store.check([f"began {phase}/{x}"])]
-    return f"{name_ranks(others)} never came to it" if others else ""
 
 
 def choose_device(ranks: Ranks, facts: Facts) -> torch.device:
@@ -176,87 +165,65 @@ def gather_rank_facts(ranks: Ranks, facts: Facts, device: torch.device) -> list[
         capability=None if gpu is None else gpu.capability,
         links=[(*pair, kind) for pair, kind in facts.links.items()],
         has_gpus=bool(facts.gpus),
-        sources=facts.sources,
-        versions=dict(facts.versions),
-        cuda=facts.cuda,
-        nccl=facts.nccl,
+        software=facts.software,
     )
     return [RankFacts(**fields) for fields in ranks.share("its description", asdict(mine))]
 
 
 def check_devices(everyone: Sequence[RankFacts]) -> Check:
     """Checks that every rank has a GPU of its own, or that none has any."""
-    expected = "a GPU of its own for every rank, or none for any"
-    owners: dict[str, list[int]] = {}
-    for rank, facts in enumerate(everyone):
-        if facts.gpu is not None:
-            owners.setdefault(facts.gpu, []).append(rank)
-    shared = [ranks for ranks in owners.values() if len(ranks) > 1]
-    without = [rank for rank, facts in enumerate(everyone) if facts.gpu is None]
+    owners = ranks_by_value({rank: facts.gpu for rank, facts in enumerate(everyone)})
+    without = owners.pop(None, [])
     if not owners and not any(facts.has_gpus for facts in everyone):
-        return Check(name="devices", status="ok", observed="every rank on the CPU, over gloo")
-    problems = [f"{name_ranks(ranks)} share a GPU" for ranks in shared]
+        return Check("devices", "ok", "every rank on the CPU, over gloo")
+    problems = [f"{name_ranks(ranks)} share a GPU" for ranks in owners.values() if len(ranks) > 1]
     if without:
         problems.append(f"{name_ranks(without)} without one")
-    return Check(
-        name="devices",
-        status="failure" if problems else "ok",
-        observed="; ".join(problems) or f"{len(owners)} GPUs, one a rank",
-        expected=expected,
+    return make_check(
+        "devices",
+        not problems,
+        "; ".join(problems) or f"{len(owners)} GPUs, one a rank",
+        expected="a GPU of its own for every rank, or none for any",
         remedy="start as many ranks as GPUs on each host, each with its LOCAL_RANK, and let all "
-        "of a host see the same CUDA_VISIBLE_DEVICES"
-        if problems
-        else "",
+        "of a host see the same CUDA_VISIBLE_DEVICES",
     )
 
 
 def check_alike(everyone: Sequence[RankFacts]) -> Check:
     """Checks that all ranks have the same code and the same libraries."""
-    seen: dict[str, list[Any]] = {
-        name: [facts.versions.get(name) for facts in everyone] for name in ALIKE
-    }
-    seen["sources of cce_dist"] = [facts.sources for facts in everyone]
-    seen["CUDA"] = [facts.cuda for facts in everyone]
-    seen["NCCL"] = [facts.nccl for facts in everyone]
-    different = [f"{name}: {_by_value(values)}" for name, values in seen.items() if _differ(values)]
-    version, sources = everyone[0].versions.get("cce-dist", "a checkout"), everyone[0].sources
-    return Check(
-        name="software",
-        status="failure" if different else "ok",
-        observed="\n".join(different) or f"cce_dist {version}, sources {sources}, alike everywhere",
+    different = []
+    mine = everyone[0].software
+    for name in mine:
+        ranks = ranks_by_value({x: facts.software.get(name) for x, facts in enumerate(everyone)})
+        if len(ranks) > 1:
+            values = [f"{value or 'none'} on {name_ranks(who)}" for value, who in ranks.items()]
+            different.append(f"{name}: {', '.join(values)}")
+    version, sources = mine["cce-dist"] or "a checkout", mine[SOURCES]
+    return make_check(
+        "software",
+        not different,
+        "\n".join(different) or f"cce_dist {version}, sources {sources}, alike everywhere",
         expected="the same versions, and the same files of cce_dist, on every rank",
-        remedy="install the same environment on every host" if different else "",
+        remedy="install the same environment on every host",
         numbers={"sources": sources},
     )
 
 
-def _differ(values: Sequence[Any]) -> bool:
-    return any(value != values[0] for value in values)
-
-
-def _by_value(values: Sequence[Any]) -> str:
-    ranks: dict[Any, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return ", ".join(
-        f"{'none' if value is None else value} on {name_ranks(who)}" for value, who in ranks.items()
-    )
-
-
-def check_clocks(everyone: Sequence[RankFacts]) -> Check | None:
-    """Compares the clocks that the hosts read at the same time; None: there is a single host."""
+def check_clocks(everyone: Sequence[RankFacts]) -> list[Check]:
+    """Compares the clocks that the hosts read at the same time; no row for a single host."""
     hosts: dict[str, float] = {}
     for facts in everyone:
         hosts.setdefault(facts.host, facts.clock)
     if len(hosts) < 2:
-        return None
+        return []
     apart = max(hosts.values()) - min(hosts.values())
-    good = apart <= LARGEST_SKEW_S
-    return Check(
-        name="clocks",
-        status="ok" if good else "warning",
-        observed=f"{apart:.2f} s apart between {len(hosts)} hosts",
+    clocks = make_check(
+        "clocks",
+        apart <= LARGEST_SKEW_S,
+        f"{apart:.2f} s apart between {len(hosts)} hosts",
         expected=f"<= {LARGEST_SKEW_S:g} s",
-        remedy="" if good else "synchronise them, by NTP or chrony",
+        remedy="synchronise them, by NTP or chrony",
+        otherwise="warning",
         numbers={"apart_seconds": apart},
     )
+    return [clocks]

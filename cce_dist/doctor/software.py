@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import platform
 import re
 import subprocess
 import sys
+from typing import Any
 
-from cce_dist.doctor.check import Check, first_line
-from cce_dist.doctor.facts import Facts, numbers_of
+from cce_dist.doctor.check import Check, first_line, make_check
+from cce_dist.doctor.facts import Facts, dotted, numbers_of
 
 LEAST_PYTHON = (3, 10)
 LEAST_TORCH = (2, 8)
@@ -21,79 +23,60 @@ ASK_MPI = (
     "print(MPI.Get_library_version())"
 )
 ASK_SECONDS = 30.0
+ABSENT = "not installed"
 
 
-def dotted(version: tuple[int, ...]) -> str:
-    return ".".join(str(number) for number in version)
+def _import(name: str) -> tuple[Any, str]:
+    """Returns a module and no text; or None, and the reason why it cannot be imported."""
+    try:
+        return importlib.import_module(name), ""
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == name
+        return None, ABSENT if missing else f"cannot be imported: {first_line(error)}"
 
 
 def check_python() -> Check:
-    version = dotted(sys.version_info[:3])
-    good = sys.version_info[:2] >= LEAST_PYTHON
-    return Check(
-        name="python",
-        status="ok" if good else "failure",
-        observed=version,
+    return make_check(
+        "python",
+        sys.version_info >= LEAST_PYTHON,
+        platform.python_version(),
         expected=f">= {dotted(LEAST_PYTHON)}",
-        remedy="" if good else "make the environment with a newer Python",
+        remedy="make the environment with a newer Python",
     )
 
 
 def check_torch() -> Check:
     """Checks that torch can be imported, and that its version and build will do."""
     expected = f">= {dotted(LEAST_TORCH)}"
-    try:
-        torch = importlib.import_module("torch")
-    except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
-        return Check(
-            name="torch",
-            status="failure",
-            observed="not installed" if missing else f"cannot be imported: {first_line(error)}",
-            expected=expected,
-            remedy="install it as https://pytorch.org/get-started says for this machine, "
-            "into the Python that runs this: " + sys.executable,
+    torch, problem = _import("torch")
+    if problem:
+        remedy = (
+            "install it as https://pytorch.org/get-started says for this machine, into the Python "
+            f"that runs this: {sys.executable}"
         )
-    version = numbers_of(torch.__version__) or ()
+        return Check("torch", "failure", problem, expected=expected, remedy=remedy)
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    good = version >= LEAST_TORCH and torch.distributed.is_available()
-    build = f"{torch.__version__}, built for {built}"
-    if not torch.distributed.is_available():
-        build += ", without torch.distributed"
-    return Check(
-        name="torch",
-        status="ok" if good else "failure",
-        observed=build,
+    distributed = torch.distributed.is_available()
+    return make_check(
+        "torch",
+        (numbers_of(torch.__version__) or ()) >= LEAST_TORCH and distributed,
+        f"{torch.__version__}, built for {built}"
+        + ("" if distributed else ", without torch.distributed"),
         expected=f"{expected}, with torch.distributed",
-        remedy="" if good else "pip install --upgrade torch",
+        remedy="pip install --upgrade torch",
     )
 
 
-def check_triton(*, needed: bool) -> Check:
-    """Checks Triton, which compiles kernels for GPUs, and interprets them elsewhere.
-
-    Args:
-        needed: there are GPUs.
-    """
+def check_triton(facts: Facts) -> Check:
+    """Checks Triton, which compiles kernels for GPUs, and interprets them elsewhere."""
+    triton, problem = _import("triton")
+    needed = bool(facts.gpus)
     expected = "the version that torch's CUDA wheel brings" if needed else "needed on GPUs alone"
+    if problem == ABSENT and not needed:
+        return Check("triton", "skipped", problem, expected=expected)
     remedy = "install torch's CUDA wheel, which brings its version of triton"
-    try:
-        installed = importlib.util.find_spec("triton") is not None
-        if not installed:
-            return Check(
-                name="triton",
-                status="failure" if needed else "skipped",
-                observed="not installed",
-                expected=expected,
-                remedy=remedy if needed else "",
-            )
-        triton = importlib.import_module("triton")
-    except Exception as error:
-        reason = f"cannot be imported: {first_line(error)}"
-        return Check(
-            name="triton", status="failure", observed=reason, expected=expected, remedy=remedy
-        )
-    return Check(name="triton", status="ok", observed=triton.__version__, expected=expected)
+    observed = problem or triton.__version__
+    return make_check("triton", not problem, observed, expected=expected, remedy=remedy)
 
 
 def check_hopper_forward(facts: Facts) -> Check | None:
@@ -106,137 +89,112 @@ def check_hopper_forward(facts: Facts) -> Check | None:
     from cce_dist.backends.triton.forward.hopper import RELEASES, why_no_gluon
 
     reason = why_no_gluon()
-    return Check(
-        name="Hopper's forward",
-        status="warning" if reason else "ok",
-        observed=reason or "its Gluon kernel can be compiled",
+    return make_check(
+        "Hopper's forward",
+        not reason,
+        reason or "its Gluon kernel can be compiled",
         expected=f"triton {RELEASES}",
-        remedy="nothing is wrong, but slower: use one of these versions" if reason else "",
+        remedy="nothing is wrong, but slower: use one of these versions",
+        otherwise="warning",
     )
 
 
 def check_interpreter(facts: Facts) -> Check:
     """Checks TRITON_INTERPRET, which Triton reads when a kernel is decorated."""
-    on = facts.environment.get("TRITON_INTERPRET", "0") == "1"
-    if on and facts.gpus:
-        return Check(
-            name="interpreter",
-            status="warning",
-            observed="TRITON_INTERPRET=1 on a machine with GPUs: eager torch computes the loss",
-            expected="unset, so that kernels are compiled",
-            remedy="unset TRITON_INTERPRET",
-        )
+    if facts.environment.get("TRITON_INTERPRET", "0") != "1":
+        return Check("interpreter", "ok", "off")
+    if not facts.gpus:
+        return Check("interpreter", "ok", "on: kernels run in NumPy, for tests")
     return Check(
-        name="interpreter",
-        status="ok",
-        observed="on: kernels run in NumPy, for tests" if on else "off",
+        "interpreter",
+        "warning",
+        "TRITON_INTERPRET=1 on a machine with GPUs: eager torch computes the loss",
+        expected="unset, so that kernels are compiled",
+        remedy="unset TRITON_INTERPRET",
     )
 
 
 def check_numpy(facts: Facts) -> Check:
+    _, problem = _import("numpy")
     if "numpy" not in facts.versions:
-        return Check(
-            name="numpy",
-            status="skipped",
-            observed="not installed",
-            expected="needed by `cce-dist train` and `bench`, and Triton's interpreter",
-        )
-    try:
-        importlib.import_module("numpy")
-    except Exception as error:
-        return Check(
-            name="numpy",
-            status="failure",
-            observed=f"cannot be imported: {first_line(error)}",
-            expected="importable",
-            remedy="pip install --force-reinstall numpy",
-        )
-    return Check(name="numpy", status="ok", observed=facts.versions["numpy"])
+        expected = "needed by `cce-dist train` and `bench`, and Triton's interpreter"
+        return Check("numpy", "skipped", ABSENT, expected=expected)
+    if problem:
+        remedy = "pip install --force-reinstall numpy"
+        return Check("numpy", "failure", problem, expected="importable", remedy=remedy)
+    return Check("numpy", "ok", facts.versions["numpy"])
 
 
 def check_nccl(facts: Facts) -> Check:
-    if facts.nccl is not None:
-        return Check(name="NCCL", status="ok", observed=facts.nccl)
-    if facts.gpus:
-        return Check(
-            name="NCCL",
-            status="failure",
-            observed="torch has none",
-            expected="a torch built with NCCL, for more than one GPU",
-            remedy="install torch's CUDA wheel: https://pytorch.org/get-started",
-        )
-    unused = "not in use without GPUs: ranks talk over gloo"
-    return Check(name="NCCL", status="skipped", observed=unused)
+    if facts.nccl is not None or not facts.gpus:
+        unused = "not in use without GPUs: ranks talk over gloo"
+        return Check("NCCL", "ok" if facts.nccl else "skipped", facts.nccl or unused)
+    return Check(
+        "NCCL",
+        "failure",
+        "torch has none",
+        expected="a torch built with NCCL, for more than one GPU",
+        remedy="install torch's CUDA wheel: https://pytorch.org/get-started",
+    )
 
 
 def check_megatron(facts: Facts) -> Check:
     least, most = (dotted(version) for version in MEGATRON)
-    expected = f"{least} to {most}, with which megatron_patch is tested"
-    version = facts.version("megatron-core")
-    if version is None:
+    version = facts.version("megatron-core") or ()
+    observed = facts.versions.get("megatron-core", "")
+    remedy = "python -m megatron_patch --check says whether it can be patched"
+    if not observed:
         # A checkout on the path is no installed package. find_spec imports its parent alone.
         try:
             spec = importlib.util.find_spec("megatron.core")
         except ModuleNotFoundError:
             spec = None
         if spec is None:
-            return Check(name="megatron-core", status="skipped", observed="not installed")
-        return Check(
-            name="megatron-core",
-            status="warning",
-            observed=f"a checkout of unknown version: {spec.origin}",
-            expected=expected,
-            remedy="python -m megatron_patch --check",
-        )
-    good = MEGATRON[0] <= version[:2] <= MEGATRON[1]
-    return Check(
-        name="megatron-core",
-        status="ok" if good else "warning",
-        observed=facts.versions["megatron-core"],
-        expected=expected,
-        remedy="" if good else "python -m megatron_patch --check says whether it can be patched",
+            return Check("megatron-core", "skipped", ABSENT)
+        observed = f"a checkout of unknown version: {spec.origin}"
+    return make_check(
+        "megatron-core",
+        MEGATRON[0] <= version[:2] <= MEGATRON[1],
+        observed,
+        expected=f"{least} to {most}, with which megatron_patch is tested",
+        remedy=remedy,
+        otherwise="warning",
     )
 
 
 def check_transformer_engine(facts: Facts) -> Check:
     version = facts.versions.get("transformer-engine")
-    return Check(
-        name="TransformerEngine",
-        status="ok" if version else "skipped",
-        observed=version or "not installed",
-        expected="optional: a peer of the benchmarks, and Megatron's layers",
-    )
+    expected = "optional: a peer of the benchmarks, and Megatron's layers"
+    status = "ok" if version else "skipped"
+    return Check("TransformerEngine", status, version or ABSENT, expected=expected)
 
 
 def check_mpi(facts: Facts) -> Check:
     """Checks mpi4py and the MPI library that it finds, without starting MPI."""
     version = facts.versions.get("mpi4py")
     if version is None:
-        return Check(name="MPI", status="skipped", observed="mpi4py is not installed")
+        return Check("MPI", "skipped", "mpi4py is not installed")
+    code = [sys.executable, "-c", ASK_MPI]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", ASK_MPI], capture_output=True, text=True, timeout=ASK_SECONDS
-        )
-        why = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no word"])[-1]
+        done = subprocess.run(code, capture_output=True, text=True, timeout=ASK_SECONDS)
+        problem = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        if done.returncode == 0:
+            return Check("MPI", "ok", f"mpi4py {version}, {library_of(done.stdout)}")
     except subprocess.TimeoutExpired:
-        done, why = None, f"no answer in {ASK_SECONDS:.0f} s"
-    if done is None or why:
-        return Check(
-            name="MPI",
-            status="warning",
-            observed=f"mpi4py {version} finds no MPI library: {why}",
-            expected="Open MPI, MPICH or Intel MPI",
-            remedy="only for jobs of mpirun: pip install mpich, or the system's MPI",
-        )
-    return Check(name="MPI", status="ok", observed=f"mpi4py {version}, {library_of(done.stdout)}")
+        problem = f"no answer in {ASK_SECONDS:.0f} s"
+    return Check(
+        "MPI",
+        "warning",
+        f"mpi4py {version} finds no MPI library: {problem}",
+        expected="Open MPI, MPICH or Intel MPI",
+        remedy="only for jobs of mpirun: pip install mpich, or the system's MPI",
+    )
 
 
 def library_of(text: str) -> str:
     """Returns name and version from MPI.Get_library_version's text, which may be a page long."""
-    mpich = re.search(r"MPICH Version:\s*(\S+)", text)
-    if mpich:
+    if mpich := re.search(r"MPICH Version:\s*(\S+)", text):
         return f"MPICH {mpich.group(1)}"
-    named = re.search(r"(Open MPI|Intel\(R\) MPI Library)\s+v?(\d\S*)", text)
-    if named:
-        return f"{named.group(1)} {named.group(2).rstrip(',')}"
+    if named := re.search(r"(Open MPI|Intel\(R\) MPI Library)\s+v?(\d[^\s,]*)", text):
+        return " ".join(named.groups())
     return (text.strip().splitlines() or ["unnamed"])[0][:60]

@@ -94,17 +94,16 @@ def check_microbatch(
             f"hidden of every microbatch must be {list(hidden_shape)} {dtype}, which the other "
             f"ranks expect, got {list(hidden.shape)} {hidden.dtype}; {advice}"
         )
-    _check_targets(targets, targets_shape)
+    check_ids("targets", targets, targets_shape)
 
 
-def _check_targets(targets: Any, shape: tuple[int, ...]) -> None:
-    if not isinstance(targets, Tensor) or targets.shape != shape or targets.dtype != torch.int64:
-        got: Any = type(targets).__name__
-        if isinstance(targets, Tensor):
-            got = f"{list(targets.shape)} {targets.dtype}"
+def check_ids(name: str, ids: Any, shape: tuple[int, ...]) -> None:
+    """Checks a microbatch's tokens or targets."""
+    if not isinstance(ids, Tensor) or ids.shape != shape or ids.dtype != torch.int64:
+        got = f"{list(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(
-            f"targets of every microbatch must be {list(shape)} torch.int64, hidden's "
-            f"shape without D, got {got}"
+            f"{name} of every microbatch must be {list(shape)} torch.int64, hidden's shape without "
+            f"D, got {got}"
         )
 
 
@@ -129,7 +128,7 @@ def check_step(
                 "target must be given to the schedule on the rank of the last stage, got None"
             )
         for each in targets:
-            _check_targets(each, targets_shape)
+            check_ids("targets", each, targets_shape)
     for stage in stages:
         if stage.is_first:
             _check_inputs(stage, args or (), embeds, by_keyword=any(keywords or ()))
@@ -146,7 +145,7 @@ def _check_inputs(
     every = [_shapes(each) for each in args]
     # If some inputs come by keyword, input_args need not list the positional ones. Then
     # `check_output` shows that unlisted inputs have the right shape: the stage's output has.
-    static = None if by_keyword else _static_inputs(stage)
+    static = None if by_keyword else _known(stage, "_user_meta", "inputs", "inputs_meta")
     wanted = [_shapes(static)] * bool(static) + every
     for index, shapes in enumerate(every):
         if shapes != wanted[0]:
@@ -156,10 +155,11 @@ def _check_inputs(
             )
 
 
-def _static_inputs(stage: Any) -> Sequence[Any] | None:
-    """Reads a stage's input_args, by their names in torch 2.13 and in earlier releases."""
-    meta = getattr(stage, "_user_meta", None)
-    return getattr(stage, "inputs_meta", None) if meta is None else meta.inputs
+def _known(stage: Any, meta: str, name: str, old_name: str) -> Sequence[Any] | None:
+    """Reads what a stage knows of its tensors: stage.meta.name in torch 2.13, or before that
+    stage.old_name."""
+    known = getattr(stage, meta, None)
+    return getattr(stage, old_name, None) if known is None else getattr(known, name)
 
 
 def _shapes(tensors: Sequence[Any] | None) -> list[list[int]]:
@@ -173,7 +173,8 @@ def check_output(stage: Any, output: Any) -> None:
     If the output is smaller, gloo leaves the end of the receiving tensor as it was. (torch makes
     the same comparison, but only under TORCH_DISTRIBUTED_DEBUG=DETAIL.)
     """
-    wanted = _known_outputs(stage)
+    # Its output_args, or the outputs that it has sent before.
+    wanted = _known(stage, "_stage_meta", "outputs", "_outputs_meta")
     tensors = output if isinstance(output, tuple | list) else (output,)
     # Each rank sends its part of a DTensor.
     if wanted is None or stage.is_last or any(isinstance(x, DTensor) for x in tensors):
@@ -187,15 +188,6 @@ def check_output(stage: Any, output: Any) -> None:
             f"the output of stage {stage.stage_index} must be {_named(expected)}, as the next "
             f"stage expects of every microbatch, got {_named(sent)}; {advice}"
         )
-
-
-def _known_outputs(stage: Any) -> Sequence[Any] | None:
-    """Reads a stage's output_args, or the outputs that it has sent before.
-
-    It knows the attributes' names in torch 2.13 and in earlier releases.
-    """
-    meta = getattr(stage, "_stage_meta", None)
-    return getattr(stage, "_outputs_meta", None) if meta is None else meta.outputs
 
 
 def _named(tensors: Sequence[tuple[torch.Size, torch.dtype]]) -> str:

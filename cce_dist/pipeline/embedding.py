@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cce_dist.core.phases import in_phase
+from cce_dist.pipeline.checks import check_ids
 from cce_dist.pipeline.comm.groups import make_couriers, make_groups, start_broadcast, start_reduce
 from cce_dist.pipeline.head import TIMEOUT, PipelineHead
 from cce_dist.pipeline.warm_up import warm_up_embedding
@@ -47,7 +48,7 @@ class TiedEmbedding(nn.Module):
 
     Between `look_up` and `give` the first stage runs `forward`, which waits for the sum, and its
     backward, which keeps the gradient. Ranks must not wait for each other in different phases: call
-    `ask` for all microbatches first, and `add` a microbatch after `give` of the next.
+    `ask` for all microbatches first. `give` of the next microbatch calls `add`, or `finish_step`.
 
     Args:
         head: a head of the same ranks; the embedding has its hidden_shape, too.
@@ -91,7 +92,9 @@ class TiedEmbedding(nn.Module):
         """
         head = self.head
         if self.is_first:
-            tokens = self._checked(tokens)
+            check_ids("tokens", tokens, head.targets_shape)
+            assert tokens is not None
+            tokens = tokens.contiguous()
         else:
             tokens = torch.empty(head.targets_shape, dtype=torch.int64, device=head.weight.device)
         wait = start_broadcast(self.root, self._asking, tokens)
@@ -149,7 +152,7 @@ class TiedEmbedding(nn.Module):
 
     @torch.no_grad()
     def give(self, index: int) -> None:
-        """Starts to send the gradient of the rows to all ranks, without waiting."""
+        """Starts to send the gradient of the rows to all ranks, and adds that of `index` - 1."""
         batch, head = self._microbatches[index], self.head
         if not self.is_first:
             # Only the first stage needs the sum; this rank has not waited for its end yet.
@@ -158,6 +161,8 @@ class TiedEmbedding(nn.Module):
             batch.rows = head.weight.new_empty(shape, dtype=head.hidden_dtype)
         assert batch.rows is not None
         batch.wait = start_broadcast(self.root, self._giving, batch.rows)
+        if index - 1 in self._microbatches:
+            self.add(index - 1)
 
     @torch.no_grad()
     def add(self, index: int) -> None:
@@ -187,20 +192,15 @@ class TiedEmbedding(nn.Module):
                 batch.rows, batch.wait = None, _nothing
 
     def finish_all(self, *, backward: bool) -> None:
-        """Calls `give` and `add`, or `drop`, for every microbatch of a step, and `finish_step`."""
-        count = len(self._microbatches)
-        for index in range(count):
-            if not backward:
-                self.drop(index)
-                continue
-            self.give(index)
-            if index > 0:
-                self.add(index - 1)
-        if backward and count:
-            self.add(count - 1)
+        """Calls `give`, or `drop`, for every microbatch of a step, and `finish_step`."""
+        for index in range(len(self._microbatches)):
+            self.give(index) if backward else self.drop(index)
         self.finish_step()
 
     def finish_step(self) -> None:
+        """Ends a step: adds the gradient of its last microbatch."""
+        for index in list(self._microbatches):
+            self.add(index)
         self._called = 0
 
     def close(self) -> None:
@@ -215,15 +215,6 @@ class TiedEmbedding(nn.Module):
         rows = self.head.shard.local_targets(tokens.reshape(-1))
         mine = rows >= 0
         return mine, rows.clamp_min(0)
-
-    def _checked(self, tokens: Tensor | None) -> Tensor:
-        shape = self.head.targets_shape
-        if tokens is None or tokens.shape != shape or tokens.dtype != torch.int64:
-            got = None if tokens is None else f"{list(tokens.shape)} {tokens.dtype}"
-            raise ValueError(
-                f"tokens of every microbatch must be {list(shape)} torch.int64, got {got}"
-            )
-        return tokens.contiguous()
 
     def _anchor(self) -> Tensor:
         # Autograd must ask for a gradient, and the weight's node must not run.

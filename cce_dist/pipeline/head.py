@@ -366,11 +366,10 @@ class PipelineHead:
 
     def close(self) -> None:
         """Destroys the groups that the head made, and nothing else."""
-        for courier in (self._posting, self._summing, self._merging, self._weighing):
-            if courier is not None:
-                courier.close()
-        if self._neighbours is not None:
-            self._neighbours.close()
+        couriers = (self._posting, self._summing, self._merging, self._weighing)
+        for each in (*couriers, self._neighbours):
+            if each is not None:
+                each.close()
         if self._tensor is not None:
             dist.destroy_process_group(self._tensor)
 

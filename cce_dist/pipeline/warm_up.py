@@ -6,15 +6,18 @@ that work may wait for other ranks, which may wait for this rank.
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from cce_dist.pipeline.phases import EmbeddingPhases, HeadPhases
+import torch
 
 ROOT = 0
 
 
-def warm_up_head(head: HeadPhases) -> None:
-    """Runs three microbatches of zeros on GPUs, on every rank of the head; leaves no trace."""
+def warm_up_head(head: Any) -> None:
+    """Runs three microbatches of zeros on GPUs, on every rank of the `PipelineHead`.
+
+    Leaves no trace.
+    """
     device = head.weight.device
     if device.type != "cuda":
         return
@@ -38,11 +41,8 @@ def warm_up_head(head: HeadPhases) -> None:
     torch.cuda.synchronize(device)
 
 
-def warm_up_embedding(embedding: EmbeddingPhases, head: HeadPhases) -> None:
-    """Runs a microbatch of zeros through the embedding, as `warm_up_head` does.
-
-    Args: head: the head of the same ranks.
-    """
+def warm_up_embedding(embedding: Any, head: Any) -> None:
+    """Runs a microbatch of zeros through a head's `TiedEmbedding`, as `warm_up_head` does."""
     device = head.weight.device
     if device.type != "cuda":
         return
@@ -52,6 +52,6 @@ def warm_up_embedding(embedding: EmbeddingPhases, head: HeadPhases) -> None:
     if embedding.is_first:
         embedding.keep(-1, embedding.rows(-1))
     embedding.give(-1)
-    embedding.add(-1)
+    embedding.finish_step()
     head.grads.forget()
     torch.cuda.synchronize(device)

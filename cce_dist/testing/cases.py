@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce_dist.reference import Reference, linear_cross_entropy_reference
+from cce_dist.reference import linear_cross_entropy_reference
 from cce_dist.testing.inputs import Inputs
 from cce_dist.testing.places import Place
 from cce_dist.vocab_shard import VocabShard
@@ -72,12 +73,10 @@ class Case:
 
     def gradient_of(self, name: str, output: Tensor) -> Tensor:
         """Returns the upstream gradient of output `name`."""
+        like: Any = {"dtype": output.dtype, "device": output.device}
         if name in self.upstream:
-            upstream = torch.as_tensor(
-                self.upstream[name], dtype=output.dtype, device=output.device
-            )
-            return upstream.expand_as(output)
-        ramp = torch.linspace(-1, 2, output.numel(), dtype=output.dtype, device=output.device)
+            return torch.as_tensor(self.upstream[name], **like).expand_as(output)
+        ramp = torch.linspace(-1, 2, output.numel(), **like)
         return ramp.reshape(output.shape) if output.ndim else torch.ones_like(output)
 
 
@@ -116,9 +115,7 @@ def run_case(group: Group | None, case: Case) -> dict[str, Tensor]:
     main_grad = None
     if case.main_grad:
         wide = torch.promote_types(inputs.weight.dtype, torch.float32)
-        main_grad = torch.zeros(
-            stop - start, inputs.weight.shape[1], dtype=wide, device=case.device
-        )
+        main_grad = leaves["weight"].new_zeros(leaves["weight"].shape, dtype=wide)
     with torch.autocast(
         case.device, dtype=case.autocast or torch.bfloat16, enabled=case.autocast is not None
     ):
@@ -199,44 +196,37 @@ def dense_outputs(case: Case, logits_dtype: torch.dtype | None = None) -> dict[s
 
 
 def _dense(case: Case, cast: Any, softmax_dtype: torch.dtype) -> dict[str, Tensor]:
-    inputs = case.inputs
+    inputs, options, num_classes = case.inputs, case.options, case.num_classes
     leaves: dict[str, Tensor] = {}
     for name in ("hidden", "weight", "bias", "token_weight"):
         tensor = getattr(inputs, name)
-        if tensor is None:
-            continue
-        # The gradients of the golden must not be rounded either.
-        copy = tensor.detach().double() if softmax_dtype == torch.float64 else tensor.detach()
-        leaves[name] = copy.clone().requires_grad_(name in case.trainable)
-    num_classes = case.num_classes
+        if tensor is not None:
+            # The gradients of the golden must not be rounded either.
+            dtype = torch.float64 if softmax_dtype == torch.float64 else tensor.dtype
+            tensor = tensor.detach().to(dtype, copy=True)
+            leaves[name] = tensor.requires_grad_(name in case.trainable)
     bias = cast(leaves["bias"][:num_classes]) if "bias" in leaves else None
     logits = F.linear(cast(leaves["hidden"]), cast(leaves["weight"][:num_classes]), bias)
     logits = logits.to(softmax_dtype)
-    softcap = case.options.get("softcap")
+    softcap = options.get("softcap")
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    logits = case.options.get("logit_scale", 1.0) * logits
-    meaning = {name: case.options[name] for name in MEANING if name in case.options}
-
-    def reference(dense_logits: Tensor, meaning: Mapping[str, Any]) -> Reference:
-        return linear_cross_entropy_reference(
-            leaves["hidden"],
-            leaves["weight"],
-            inputs.targets,
-            logits=dense_logits,
-            token_weight=leaves.get("token_weight"),
-            class_weight=inputs.class_weight,
-            **meaning,
-        )
-
-    result = reference(logits, meaning)
-    stats = case.options.get("stats", ())
-    outputs = {"loss": result.loss}
-    outputs |= {
-        name: getattr(result, name) for name in ("lse", "entropy", "correct") if name in stats
-    }
+    reference = functools.partial(
+        linear_cross_entropy_reference,
+        leaves["hidden"],
+        leaves["weight"],
+        inputs.targets,
+        logits=options.get("logit_scale", 1.0) * logits,
+        token_weight=leaves.get("token_weight"),
+        class_weight=inputs.class_weight,
+        **{name: options[name] for name in MEANING if name in options},
+    )
+    result = reference()
+    stats = options.get("stats", ())
+    names = ["loss", *(name for name in ("lse", "entropy", "correct") if name in stats)]
     if "logit_moments" in stats:
-        outputs |= {name: getattr(result, name) for name in MOMENTS.values()}
+        names += MOMENTS.values()
+    outputs = {name: getattr(result, name) for name in names}
     if case.backward:
         _backward(case, outputs)
     results = {name: output.detach() for name, output in outputs.items()}
@@ -247,9 +237,7 @@ def _dense(case: Case, cast: Any, softmax_dtype: torch.dtype) -> dict[str, Tenso
     # Losses of single tokens: their errors give the rounding noise of a sum.
     with torch.no_grad():
         results["token_loss"] = (
-            reference(logits, {**meaning, "reduction": "none"}).loss
-            if result.loss.ndim == 0
-            else results["loss"]
+            results["loss"] if result.loss.ndim else reference(reduction="none").loss
         )
     results["scale"] = torch.maximum(result.lse.abs(), result.max_logit.abs()).detach()
     return results
@@ -270,10 +258,8 @@ def _by_name(result: Any) -> dict[str, Tensor]:
 
 
 def _backward(case: Case, outputs: Mapping[str, Tensor]) -> None:
-    names = [name for name in ("loss", *case.upstream) if outputs[name].requires_grad]
-    names = list(dict.fromkeys(names))
-    if names:
-        torch.autograd.backward(
-            [outputs[name] for name in names],
-            [case.gradient_of(name, outputs[name]) for name in names],
-        )
+    # dict.fromkeys drops a second "loss".
+    every = [x for x in dict.fromkeys(("loss", *case.upstream)) if outputs[x].requires_grad]
+    if every:
+        upstream = [case.gradient_of(name, outputs[name]) for name in every]
+        torch.autograd.backward([outputs[name] for name in every], upstream)

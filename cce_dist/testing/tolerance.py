@@ -51,16 +51,14 @@ def _largest(values: Tensor) -> float:
     return float(values.max()) if values.numel() else 0.0
 
 
-def _share(got: float, bound: float) -> float:
-    return got / bound if got else 0.0
-
-
-def _report(name: str, rule: str, got: float, bound: float, errors: Tensor, golden: Tensor) -> str:
+def _share(name: str, rule: str, got: float, bound: float, errors: Tensor, golden: Tensor) -> float:
+    """Returns got / bound; raises AssertionError above 1."""
+    if got <= bound:
+        return got / bound if got else 0.0
     where = "-"
     if errors.numel():
-        flat = int(errors.reshape(-1).argmax())
-        where = str([int(place) for place in torch.unravel_index(torch.tensor(flat), errors.shape)])
-    return (
+        where = str([int(x) for x in torch.unravel_index(errors.argmax(), errors.shape)])
+    raise AssertionError(
         f"{name}: {rule}: {got:.3e} > {bound:.3e} ({got / bound if bound else math.inf:.2f}x); "
         f"largest error {_largest(errors):.3e} at {where}, "
         f"golden rms {_rms(golden):.3e}, shape {tuple(golden.shape)}"
@@ -86,14 +84,10 @@ def check_promise(
     """
     errors = _errors(name, ours, golden)
     theirs = _errors(f"{name} of the baseline", baseline, golden)
-    got, bound = _largest(errors), 2 * (_largest(theirs) + band(golden, output_dtype))
-    if got > bound:
-        raise AssertionError(_report(name, "promise, max err", got, bound, errors, golden))
-    largest = _share(got, bound)
-    got, bound = _rms(errors), 1.5 * max(_rms(theirs), noise)
-    if got > bound:
-        raise AssertionError(_report(name, "promise, rms err", got, bound, errors, golden))
-    return max(largest, _share(got, bound))
+    bound = 2 * (_largest(theirs) + band(golden, output_dtype))
+    largest = _share(name, "promise, max err", _largest(errors), bound, errors, golden)
+    bound = 1.5 * max(_rms(theirs), noise)
+    return max(largest, _share(name, "promise, rms err", _rms(errors), bound, errors, golden))
 
 
 def check_gate(
@@ -118,10 +112,8 @@ def check_gate(
     errors = _errors(name, ours, golden)
     theirs = max(_rms(_errors(f"{name} of dense fp32", dense_fp32, golden)), noise)
     size = _rms(golden) if scale is None else max(_rms(golden), _rms(scale))
-    got, bound = _rms(errors), 4 * (theirs + 2**-24 * size)
-    if got > bound:
-        raise AssertionError(_report(name, "gate, rms err", got, bound, errors, golden))
-    return _share(got, bound)
+    bound = 4 * (theirs + 2**-24 * size)
+    return _share(name, "gate, rms err", _rms(errors), bound, errors, golden)
 
 
 def check_close64(name: str, ours: Tensor, golden: Tensor, *, scale: Tensor | None = None) -> float:
@@ -137,10 +129,7 @@ def check_close64(name: str, ours: Tensor, golden: Tensor, *, scale: Tensor | No
     size = _largest(golden.double().abs())
     if scale is not None:
         size = max(size, _largest(scale.double().abs()))
-    got, bound = _largest(errors), CLOSE64 * size
-    if got > bound:
-        raise AssertionError(_report(name, "float64, max err", got, bound, errors, golden))
-    return _share(got, bound)
+    return _share(name, "float64, max err", _largest(errors), CLOSE64 * size, errors, golden)
 
 
 # Differences of large numbers: they round like the logits, whatever their own size.

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_dist.pipeline.phases import HeadPhases
 from cce_dist.pipeline.schedules.server import Waiting
 from megatron_patch.deferred import version_of
 from megatron_patch.errors import PatchError, failing_in
@@ -39,7 +38,7 @@ _PASSES = {
 
 
 class Step:
-    """A step's passes, in their order; implements `server.Answers` for `Waiting`."""
+    """A step's passes, in their order; `Waiting` asks it for the gradients."""
 
     infers = False
 
@@ -47,7 +46,7 @@ class Step:
         self.seams, self.schedules = seams, seams.schedules
         self.rows, self.arguments = rows, arguments
         self.pipeline: Pipeline = rows.pipeline
-        self.head: HeadPhases = self.pipeline.head
+        self.head = self.pipeline.head
         self.root, self.is_last = self.pipeline.last, self.pipeline.rank == self.pipeline.last
         self.config = self.schedules.get_model_config(arguments.model)
         self.trains = not arguments.forward_only

@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from cce_dist.pipeline.embedding import TiedEmbedding
-from cce_dist.pipeline.phases import EmbeddingPhases
 from cce_dist.planner.orders.circles import asked_at
 from megatron_patch.errors import PatchError
 from megatron_patch.pipeline.rows import Rows
@@ -74,7 +73,7 @@ class Recorder:
 class TiedStep:
     """The passes E and G of one call of the schedule, and the first stage's data."""
 
-    def __init__(self, embedding: EmbeddingPhases, rows: Rows, arguments: Arguments) -> None:
+    def __init__(self, embedding: TiedEmbedding, rows: Rows, arguments: Arguments) -> None:
         self.embedding, self.rows, self.arguments = embedding, rows, arguments
         self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
@@ -94,14 +93,10 @@ class TiedStep:
     def give(self, index: int) -> None:
         if self.arguments.forward_only:
             self.embedding.drop(index)
-            return
-        self.embedding.give(index)
-        if index > 0:
-            self.embedding.add(index - 1)
+        else:
+            self.embedding.give(index)
 
     def finish(self) -> None:
-        if not self.arguments.forward_only:
-            self.embedding.add(self.arguments.num_microbatches - 1)
         self.embedding.finish_step()
 
     def _read(self, index: int) -> Tensor:

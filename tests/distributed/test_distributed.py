@@ -98,7 +98,7 @@ def test_threads_of_a_rank_on_the_cpu(
     """None: as torch has them, by OMP_NUM_THREADS."""
     numbers_set: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", numbers_set.append)
-    monkeypatch.setattr(distributed, "_num_cores", lambda: 6)
+    monkeypatch.setattr(distributed, "num_cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if omp_threads is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", omp_threads)

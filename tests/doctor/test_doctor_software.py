@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +48,10 @@ def test_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("needed", [False, True], ids=["cpu", "gpu"])
 def test_triton_that_is_absent(needed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    check = software.check_triton(needed=needed)
+    absent = ModuleNotFoundError("No module named 'triton'", name="triton")
+    failing_import(monkeypatch, "triton", absent)
+    check = software.check_triton(facts(gpus=(H200,) * needed))
+    assert check.observed == "not installed"
     assert check.status == ("failure" if needed else "skipped")
     assert bool(check.remedy) == needed
 
@@ -58,7 +59,7 @@ def test_triton_that_is_absent(needed: bool, monkeypatch: pytest.MonkeyPatch) ->
 def test_triton_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     failing_import(monkeypatch, "triton", ImportError("libtriton.so: undefined symbol"))
-    check = software.check_triton(needed=False)
+    check = software.check_triton(facts())
     assert (check.status, "undefined symbol" in check.observed) == ("failure", True)
 
 

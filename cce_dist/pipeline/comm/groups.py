@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,15 +66,12 @@ def _groups(
     everywhere: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, ranks)
     groups: list[ProcessGroup] = []
+    backend = None if device == "cuda" else "gloo"
     for members in sorted({tuple(each) for each in everywhere}):
         for _ in range(count):
-            if device == "cuda":
-                options = _options(timeout)
-                group = dist.new_group(list(members), timeout=timeout, pg_options=options)
-            else:
-                group = dist.new_group(list(members), timeout=timeout, backend="gloo")
+            options = None if backend else _options(timeout)
+            group: Any = dist.new_group(list(members), timeout, backend, options)
             if list(members) == ranks:
-                assert isinstance(group, ProcessGroup)
                 groups.append(group)
     return groups
 
@@ -136,24 +134,17 @@ def connect_neighbours(
         torch.cuda.synchronize(device)
 
 
-class _All:
-    """A work whose `wait` waits for several works."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
 def start_broadcast(root: int, courier: Courier, *tensors: Tensor) -> Wait:
     """Starts to copy rank `root`'s tensors into every rank's. Returns: a function that waits."""
 
-    def broadcast(tensor: Tensor) -> Any:
-        return dist.broadcast(tensor, group=courier.group, group_src=root, async_op=True)
+    def broadcast() -> Any:
+        works: list[Any] = [
+            dist.broadcast(tensor, group=courier.group, group_src=root, async_op=True)
+            for tensor in tensors
+        ]
+        return SimpleNamespace(wait=lambda: [work.wait() for work in works])
 
-    return courier.issue(lambda: _All([broadcast(tensor) for tensor in tensors]))
+    return courier.issue(broadcast)
 
 
 def start_reduce(root: int, courier: Courier, tensor: Tensor) -> Wait:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cce_dist.pipeline.phases import HeadPhases
+from cce_dist.pipeline.comm.courier import mark
+from cce_dist.pipeline.head import PipelineHead
 from cce_dist.ranks.gather import require
 
 POLL_SECONDS = 0.05
@@ -22,7 +23,7 @@ class Server(threading.Thread):
 
     def __init__(
         self,
-        head: HeadPhases,
+        head: PipelineHead,
         stages: list[Any],
         root: int,
         count: int,
@@ -35,6 +36,7 @@ class Server(threading.Thread):
         self.error: BaseException | None = None
         self.losses: list[Tensor] = []
         self.infers = False  # a schedule asks for shapes, not for a loss
+        # The last element of each is an event behind the work that made the tensors.
         self._posted: queue.Queue[tuple[Tensor, Tensor, Tensor, Any] | None] = queue.Queue()
         self._grads: list[queue.Queue[tuple[Tensor, Any]]] = [queue.Queue(1) for _ in range(count)]
         self._called = self._steps = 0
@@ -62,7 +64,7 @@ class Server(threading.Thread):
         check_calls(self._called, self._forwards, self.count)
         loss = Waiting.apply(output, self, index)
         hidden, targets = self.head.checked(output, target)
-        self._posted.put((hidden, targets, loss.detach(), self._mark()))
+        self._posted.put((hidden, targets, loss.detach(), mark(output.device)))
         return loss
 
     def _check_kind(self) -> None:
@@ -98,23 +100,21 @@ class Server(threading.Thread):
         would then wait in the driver, and keep the serving thread out of the driver.
         """
         if self._stream is not None and self.head.paced:
-            mark = torch.cuda.Event(blocking=True)
-            mark.record(torch.cuda.current_stream(self.head.weight.device))
-            mark.synchronize()
+            mark(self.head.weight.device).synchronize()
 
     def grad(self, index: int) -> Tensor:
         """Waits for the gradient of a microbatch's hidden states, and returns it."""
         while True:
             try:
-                grad, mark = self._grads[index].get(timeout=POLL_SECONDS)
+                grad, ready = self._grads[index].get(timeout=POLL_SECONDS)
                 break
             except queue.Empty:
                 self._raise_error()
                 if not self.is_alive() and self._grads[index].empty():
                     raise RuntimeError(_asked_twice(index)) from None
-        if mark is not None:
+        if ready is not None:
             stream = torch.cuda.current_stream(grad.device)
-            stream.wait_event(mark)
+            stream.wait_event(ready)
             grad.record_stream(stream)
         return grad
 
@@ -145,14 +145,6 @@ class Server(threading.Thread):
         if self.error is not None:
             raise self.error
 
-    def _mark(self) -> Any:
-        """Records an event, for which the other thread waits before it reads this one's tensors."""
-        if self._stream is None:
-            return None
-        mark = torch.cuda.Event()
-        mark.record(torch.cuda.current_stream(self.head.weight.device))
-        return mark
-
     # -- on this thread
 
     def run(self) -> None:
@@ -174,10 +166,9 @@ class Server(threading.Thread):
             posted = self._posted.get()
             if posted is None:
                 return False
-            hidden, targets, shown, mark = posted
-            if mark is not None:
-                assert self._stream is not None
-                self._stream.wait_event(mark)
+            hidden, targets, shown, ready = posted
+            if ready is not None:
+                self._stream.wait_event(ready)
                 for tensor in (hidden, targets, shown):
                     tensor.record_stream(self._stream)
             head.post(index, root, hidden, targets)
@@ -193,7 +184,7 @@ class Server(threading.Thread):
             loss = head.gradients(index, root)
             grad = head.take(index)
             if head.rank == root:
-                self._grads[index].put((grad, self._mark()))
+                self._grads[index].put((grad, mark(grad.device)))
         else:
             loss = head.value(index)
         self.losses.append(loss)
@@ -217,25 +208,16 @@ def check_calls(called: int, forwards: int, count: int) -> None:
         )
 
 
-class Answers(Protocol):
-    """A provider of the loss that torch's schedules call."""
-
-    infers: bool  # a schedule asks for shapes, not for a loss
-
-    def grad(self, index: int) -> Tensor:
-        """Waits for the hidden gradient of a microbatch."""
-        ...
-
-
 def _asked_twice(index: int) -> str:
     return f"the hidden gradient of microbatch {index} was asked for twice"
 
 
 class Waiting(torch.autograd.Function):
-    """A microbatch's loss before it is known; its backward waits for the hidden gradient."""
+    """A microbatch's loss before it is known; its backward waits for the hidden gradient, which
+    `server.grad(index)` returns."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, server: Answers, index: int):
+    def forward(ctx: Any, output: Tensor, server: Any, index: int):
         ctx.server, ctx.index = server, index
         return output.new_zeros((), dtype=torch.promote_types(output.dtype, torch.float32))
 

@@ -7,10 +7,11 @@ in turn. The thread does not know the schedule.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ from cce_dist.pipeline.checks import (
     refuse_loss_kwargs,
 )
 from cce_dist.pipeline.comm.groups import connect_neighbours
-from cce_dist.pipeline.phases import EmbeddingPhases, HeadPhases
+from cce_dist.pipeline.embedding import TiedEmbedding
+from cce_dist.pipeline.head import PipelineHead
 from cce_dist.pipeline.schedules.server import Server
 
 # Actions of torch's schedules; in torch 2.15 another action waits for each send.
@@ -49,7 +51,7 @@ class VocabOverPipeline:
             after the last microbatch: the first stage's rank holds N D numbers of each microbatch.
     """
 
-    def __init__(self, head: HeadPhases, *, embedding: EmbeddingPhases | None = None) -> None:
+    def __init__(self, head: PipelineHead, *, embedding: TiedEmbedding | None = None) -> None:
         check_scalar(head.options)
         self.head, self.embedding = head, embedding
         self.losses: list[Tensor] = []  # of the last step's microbatches, on every rank
@@ -97,9 +99,7 @@ class VocabOverPipeline:
         server = self._server = Server(self.head, stages, root, count, backward, self._stream)
         self.head.is_broken, self.losses = True, []
         embedding = self.embedding
-        answers: list[Infers] = [server]
-        if embedding is not None:
-            answers.append(embedding)
+        answers = [server] if embedding is None else [server, embedding]
         try:
             connect_stages(stages, self._connected)
             prepare_mode(schedule, backward=backward)
@@ -155,77 +155,68 @@ def observe_passes(
     Checks the output of each forward.
     """
     last = max(stages, key=lambda stage: stage.stage_index)
-    names = ("forward_one_chunk", "backward_one_chunk")
 
-    def told(stage: Any, name: str) -> Callable[..., Any]:
-        run_pass = getattr(stage, name)
+    def run(run_pass: Callable[..., Any], stage: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before()
+        result = run_pass(*args, **kwargs)
+        if name == "forward_one_chunk":
+            check_output(stage, result)
+            if stage is last:
+                forwarded()
+        return result
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if before is not None:
-                before()
-            result = run_pass(*args, **kwargs)
-            if name == names[0]:
-                check_output(stage, result)
-                if stage is last:
-                    forwarded()
-            return result
-
-        return run
-
-    with _replaced(stages, names, told):
+    with _replaced(stages, run, "forward_one_chunk", "backward_one_chunk"):
         yield
 
 
 @contextmanager
-def _replaced(
-    stages: list[Any], names: tuple[str, ...], make: Callable[[Any, str], Callable[..., Any]]
-) -> Iterator[None]:
-    """Replaces the stages' methods of these names by make(stage, name), within the context."""
-    patched = [(stage, name) for stage in stages for name in names if hasattr(stage, name)]
+def _replaced(objects: list[Any], run: Callable[..., Any], *names: str) -> Iterator[None]:
+    """Replaces the objects' methods of these names by `run`, within the context.
+
+    `run` gets the method, its object, its name and the arguments.
+    """
+    patched = [(each, name) for each in objects for name in names if hasattr(each, name)]
     # Another library may have set attributes of the instance, which hide those of the class.
-    before = [vars(stage).get(name) for stage, name in patched]
-    for stage, name in patched:
-        setattr(stage, name, make(stage, name))
+    before = [vars(each).get(name) for each, name in patched]
+    for each, name in patched:
+        setattr(each, name, functools.partial(run, getattr(each, name), each, name))
     try:
         yield
     finally:
-        for (stage, name), attribute in zip(patched, before, strict=True):
+        for (each, name), attribute in zip(patched, before, strict=True):
             if attribute is None:
-                delattr(stage, name)
+                delattr(each, name)
             else:
-                setattr(stage, name, attribute)
+                setattr(each, name, attribute)
 
 
-@contextmanager
 def _before_step(
-    schedule: Any, stages: list[Any], server: Server, embedding: EmbeddingPhases | None
-) -> Iterator[None]:
+    schedule: Any, stages: list[Any], server: Server, embedding: TiedEmbedding | None
+) -> AbstractContextManager[None]:
     """Checks the arguments of a step before its first pass, and looks up its tokens."""
 
-    def told(schedule: Any, name: str) -> Callable[..., Any]:
-        run_microbatches = getattr(schedule, name)
+    def run(
+        run_microbatches: Callable[..., Any],
+        schedule: Any,
+        name: str,
+        arg_mbs: Any = None,
+        kwarg_mbs: Any = None,
+        target_mbs: Any = None,
+        *others: Any,
+        **keywords: Any,
+    ) -> Any:
+        server.note_step()
+        microbatches = arg_mbs, kwarg_mbs, target_mbs
+        shape = server.head.targets_shape
+        check_step(stages, microbatches, targets_shape=shape, embeds=embedding is not None)
+        if embedding is not None:
+            count = schedule._n_microbatches
+            tokens = [x[0] for x in arg_mbs] if embedding.is_first else [None] * count
+            embedding.look_up_all(tokens)
+        return run_microbatches(*microbatches, *others, **keywords)
 
-        def run(
-            arg_mbs: Any = None,
-            kwarg_mbs: Any = None,
-            target_mbs: Any = None,
-            *others: Any,
-            **keywords: Any,
-        ) -> Any:
-            server.note_step()
-            microbatches = arg_mbs, kwarg_mbs, target_mbs
-            shape = server.head.targets_shape
-            check_step(stages, microbatches, targets_shape=shape, embeds=embedding is not None)
-            if embedding is not None:
-                count = schedule._n_microbatches
-                tokens = [x[0] for x in arg_mbs] if embedding.is_first else [None] * count
-                embedding.look_up_all(tokens)
-            return run_microbatches(*microbatches, *others, **keywords)
-
-        return run
-
-    with _replaced([schedule], ("_step_microbatches",), told):
-        yield
+    return _replaced([schedule], run, "_step_microbatches")
 
 
 def connect_stages(stages: list[Any], done: weakref.WeakSet[Any]) -> None:
@@ -252,10 +243,7 @@ def forwards_alone(schedule: Any) -> Iterator[None]:
     ZBV's order run: torch 2.13 fails where a rank would hand a gradient to itself.
     """
 
-    def nothing(stage: Any, name: str) -> Callable[..., None]:
-        return lambda *_: None
-
-    with _replaced(stages_of(schedule), ("scale_grads",), nothing):
+    with _replaced(stages_of(schedule), lambda *_: None, "scale_grads"):
         if not isinstance(schedule, ScheduleZBVZeroBubble):
             yield
             return
@@ -287,31 +275,20 @@ def prepare_mode(schedule: Any, *, backward: bool) -> None:
                     setattr(schedule, f"_{kind}_{way}_initialized", False)
 
 
-class Infers(Protocol):
-    infers: bool
-
-
-@contextmanager
-def without_dry_run(stages: list[Any], answers: Sequence[Infers]) -> Iterator[None]:
+def without_dry_run(stages: list[Any], answers: Sequence[Any]) -> AbstractContextManager[None]:
     """Sets `infers` of `answers` while a stage runs only to learn shapes.
 
     torch 2.13 runs stages without static metadata, and the loss, once more for their shapes. Such
     a run must not call the other ranks.
     """
 
-    def dry(stage: Any, name: str) -> Callable[..., Any]:
-        infer = getattr(stage, name)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
+    def run(infer: Callable[..., Any], stage: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        for each in answers:
+            each.infers = True
+        try:
+            return infer(*args, **kwargs)
+        finally:
             for each in answers:
-                each.infers = True
-            try:
-                return infer(*args, **kwargs)
-            finally:
-                for each in answers:
-                    each.infers = False
+                each.infers = False
 
-        return run
-
-    with _replaced(stages, ("_forward_metadata_inference", "_backward_metadata_inference"), dry):
-        yield
+    return _replaced(stages, run, "_forward_metadata_inference", "_backward_metadata_inference")

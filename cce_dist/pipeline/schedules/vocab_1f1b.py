@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +28,8 @@ from torch.distributed.pipelining.schedules import (
 
 from cce_dist.pipeline.checks import check_same, check_scalar, check_step, refuse_loss_kwargs
 from cce_dist.pipeline.comm.courier import Wait, mark
-from cce_dist.pipeline.phases import EmbeddingPhases, HeadPhases
+from cce_dist.pipeline.embedding import TiedEmbedding
+from cce_dist.pipeline.head import PipelineHead
 from cce_dist.pipeline.schedules.server import Waiting, check_calls
 from cce_dist.pipeline.schedules.torch_schedules import (
     connect_stages,
@@ -49,13 +50,6 @@ _SENDS, _RECEIVES = (SEND_F, SEND_B), (RECV_F, RECV_B)
 _WAITS = ("WAIT_SEND_F", "WAIT_SEND_B")
 # A rank that needs no hidden gradients leaves this many of their sums unawaited.
 _UNAWAITED = 2
-
-
-@dataclass(frozen=True)
-class _Received:
-    """A received tensor, with the method by which torch's runtime waits for it."""
-
-    wait: Wait
 
 
 class ScheduleVocab1F1B(_PipelineScheduleRuntime):
@@ -95,9 +89,9 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self,
         stage: PipelineStage,
         n_microbatches: int,
-        head: HeadPhases,
+        head: PipelineHead,
         *,
-        embedding: EmbeddingPhases | None = None,
+        embedding: TiedEmbedding | None = None,
         times: Times = Times(),  # noqa: B008 - frozen
         slow_start: bool | None = None,
         scale_grads: bool = True,
@@ -164,8 +158,6 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             self._sent.pop()()
         self._await_sums(0)
         if self.embedding is not None:
-            if self._has_backward:
-                self.embedding.add(self._n_microbatches - 1)
             self.embedding.finish_step()
         self.head.finish_step(self._n_microbatches if self.scale_grads else 1)
         self._run_before.add(self._has_backward)
@@ -281,9 +273,11 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         after = self._step_start
         waits = [neighbours.receive(op.tensor, forward=forward, after=after) for op in ops]
         received = self.fwd_recv_ops if forward else self.bwd_recv_ops
-        received[stage.stage_index, index] = [_Received(wait) for wait in waits]  # pyright: ignore
+        # torch's runtime calls `wait` of each.
+        works: list[Any] = [SimpleNamespace(wait=wait) for wait in waits]
+        received[stage.stage_index, index] = works
 
-    def _run_embedding(self, embedding: EmbeddingPhases, kind: Kind, index: int, ctx: Any) -> None:
+    def _run_embedding(self, embedding: TiedEmbedding, kind: Kind, index: int, ctx: Any) -> None:
         if kind == "E":
             if index == 0:
                 # Ask for all microbatches now, so that no rank waits for another's `ask`.
@@ -292,8 +286,6 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             embedding.look_up(index)
         elif self._has_backward:
             embedding.give(index)
-            if index > 0:
-                embedding.add(index - 1)
         else:
             embedding.drop(index)
 

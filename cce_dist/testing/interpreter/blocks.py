@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from cce_dist.testing.interpreter.ops import (
     between,
     by_bits,
     dtype_of,
+    like_of,
     plan_of,
 )
 
@@ -53,13 +55,9 @@ def methods(tools: Tools) -> Makers:
     return {
         "to": lambda slow: _to(tools, slow),
         "__getitem__": lambda slow: _getitem(tools, slow),
-        "__neg__": lambda slow: _unary(tools, slow, np.subtract, 0),
-        "__invert__": lambda slow: _unary(tools, slow, np.bitwise_xor, -1),
+        "__neg__": lambda slow: _operator(tools, slow, np.subtract, 0),
+        "__invert__": lambda slow: _operator(tools, slow, np.bitwise_xor, -1),
     }
-
-
-def _like(tensor: Any) -> tuple[Any, ...]:
-    return tensor.type, tensor.dtype, tensor.numel, tensor.shape
 
 
 def _arange(tools: Tools, slow: Function) -> Function:
@@ -74,7 +72,7 @@ def _arange(tools: Tools, slow: Function) -> Function:
             result = slow(start, end)
             # The array is shared from here on.
             result.handle.data.flags.writeable = False
-            known[key] = result.handle.data, result.handle.dtype, _like(result)
+            known[key] = result.handle.data, like_of(result)
         return tools.tensor_of(*known[key])
 
     return arange
@@ -93,10 +91,10 @@ def _full(tools: Tools, slow: Function) -> Function:
         key = (sizes, type(number), number, dtype.name)
         if key not in known:
             result = slow(shape, value, dtype)
-            known[key] = result.handle.data.copy(), result.handle.dtype, _like(result)
+            known[key] = result.handle.data.copy(), like_of(result)
             return result
-        data, handle_dtype, like = known[key]
-        return tools.tensor_of(data.copy(), handle_dtype, like)
+        data, like = known[key]
+        return tools.tensor_of(data.copy(), like)
 
     return full
 
@@ -109,30 +107,11 @@ def _of_grid(tools: Tools, slow: Function, name: str) -> Function:
         axis = axis.value if type(axis) is constexpr else axis
         if axis not in known:
             result = slow(axis)
-            known[axis] = result.handle.dtype, _like(result)
+            known[axis] = like_of(result)
             return result
-        return tools.tensor_of(np.array([getattr(builder, name)[axis]], np.int32), *known[axis])
+        return tools.tensor_of(np.array([getattr(builder, name)[axis]], np.int32), known[axis])
 
     return of_grid
-
-
-def _elementwise(tools: Tools, slow: Function, compute: Function) -> Function:
-    tensor, plans = tools.core.tensor, {}
-
-    def elementwise(x: Any, _semantic: Any = None) -> Any:
-        if type(x) is not tensor:
-            return slow(x)
-        plan = plans.get(x.type.code, UNKNOWN)
-        if plan is UNKNOWN:
-            result = slow(x)
-            known = x.dtype.name in NUMPY_DTYPES
-            plans[x.type.code] = plan_of(compute, (x,), None, result) if known else None
-            return result
-        if plan is None or x.handle.data.dtype is not plan.dtypes[0]:
-            return slow(x)
-        return tools.tensor_of(compute(x.handle.data), x.handle.dtype, plan.like)
-
-    return elementwise
 
 
 def _dot(tools: Tools, slow: Function) -> Function:
@@ -148,37 +127,51 @@ def _dot(tools: Tools, slow: Function) -> Function:
         key = (input.type.code, other.type.code, acc.type.code, precision)
         if key not in plans:
             result = slow(input, other, acc, **options)
-            plans[key] = _like(result)
+            plans[key] = like_of(result)
             return result
         handle = builder.create_dot(input.handle, other.handle, acc.handle, None, 0)
-        return tools.tensor_of(handle.data, handle.dtype, plans[key])
+        return tools.tensor_of(handle.data, plans[key])
 
     return dot
 
 
-def _unary(tools: Tools, slow: Function, compute: Function, value: int) -> Function:
-    """Returns the stand-in of an operator that Triton computes as 0 - x, or as x ^ -1."""
-    plans: dict[int, Any] = {}
+def _elementwise(tools: Tools, slow: Function, compute: Function) -> Function:
+    return _unary(tools, slow, lambda x: compute if x.dtype.name in NUMPY_DTYPES else None)
 
-    def plan_for(x: Any, result: Any) -> Plan | None:
+
+def _operator(tools: Tools, slow: Function, compute: Function, value: int) -> Function:
+    """Returns the stand-in of an operator that Triton computes as 0 - x, or as x ^ -1."""
+
+    def compute_for(x: Any) -> Function | None:
         dtype = dtype_of(x)
         if dtype is None or dtype is POINTERS:
             return None
-        number = np.array([value]).astype(dtype)
-        apply = by_bits(tools, compute, x)
-        return plan_of(lambda data: apply(number, data), (x,), None, result)
+        number, apply = np.array([value]).astype(dtype), by_bits(tools, compute, x)
+        return lambda data: apply(number, data)
 
-    def operate(self: Any, _semantic: Any = None) -> Any:
-        plan = plans.get(self.type.code, UNKNOWN)
+    return _unary(tools, slow, compute_for)
+
+
+def _unary(tools: Tools, slow: Function, compute_for: Callable[[Any], Function | None]) -> Function:
+    """Returns the stand-in of a function of one block.
+
+    Args:
+        compute_for: gives NumPy's function for a block of this type; None: there is none.
+    """
+    tensor, plans = tools.core.tensor, {}
+
+    def operate(x: Any, _semantic: Any = None) -> Any:
+        if type(x) is not tensor:
+            return slow(x)
+        plan = plans.get(x.type.code, UNKNOWN)
         if plan is UNKNOWN:
-            result = slow(self)
-            plans[self.type.code] = plan_for(self, result)
+            result, compute = slow(x), compute_for(x)
+            plans[x.type.code] = None if compute is None else plan_of(compute, (x,), None, result)
             return result
-        data = self.handle.data
+        data = x.handle.data
         if plan is None or data.dtype is not plan.dtypes[0] or not data.flags.c_contiguous:
-            return slow(self)
-        handle_dtype = self.dtype if value == 0 else self.handle.dtype
-        return tools.tensor_of(plan.compute(data), handle_dtype, plan.like)
+            return slow(x)
+        return tools.tensor_of(plan.compute(data), plan.like)
 
     return operate
 
@@ -194,9 +187,8 @@ def _where(tools: Tools, slow: Function) -> Function:
         if type(value) not in (int, float):
             return None
         if type(other_operand) is tensor:
-            return (
-                None if other_operand.dtype.is_ptr() else typed_number(value, other_operand.dtype)
-            )
+            dtype = other_operand.dtype
+            return None if dtype.is_ptr() else typed_number(value, dtype.name)
         return number(value) if type(other_operand) is type(value) else None
 
     def where(condition: Any, x: Any, y: Any, _semantic: Any = None) -> Any:
@@ -218,7 +210,7 @@ def _where(tools: Tools, slow: Function) -> Function:
         for each, dtype in zip(data, plan.dtypes, strict=True):
             if each.dtype is not dtype or (plan.fills and not each.flags.c_contiguous):
                 return slow(condition, x, y)
-        return tensor_of(np.where(*data), right.handle.dtype, plan.like)
+        return tensor_of(np.where(*data), plan.like)
 
     return where
 
@@ -260,7 +252,7 @@ def _to(tools: Tools, slow: Function) -> Function:
             return result
         if plan is None or self.handle.data.dtype is not plan.dtypes[0]:
             return slow(self, dtype, bitcast=bitcast)
-        return tools.tensor_of(plan.compute(self.handle.data), plan.like[1], plan.like)
+        return tools.tensor_of(plan.compute(self.handle.data), plan.like)
 
     return to
 
@@ -276,10 +268,9 @@ def _getitem(tools: Tools, slow: Function) -> Function:
         plan = plans.get(key)
         if plan is None:
             result = slow(self, slices)
-            data = result.handle.data
-            plans[key] = (data.shape, (result.type, result.dtype, result.numel, result.shape))
+            plans[key] = result.handle.data.shape, like_of(result)
             return result
         shape, like = plan
-        return tools.tensor_of(self.handle.data.reshape(shape), self.handle.dtype, like)
+        return tools.tensor_of(self.handle.data.reshape(shape), like)
 
     return getitem

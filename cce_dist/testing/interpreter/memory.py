@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cce_dist.testing.interpreter.ops import UNKNOWN, Function, Makers, Tools
+from cce_dist.testing.interpreter.ops import UNKNOWN, Function, Makers, Tools, like_of
 
 # Triton's loads and stores are faster for fewer elements.
 SMALL = 96
@@ -197,114 +197,92 @@ def _shapes_agree(shape: Any, *others: Any) -> bool:
     )
 
 
-def _code(mask: Any) -> Any:
-    return None if mask is None else mask.type.code
+def _access(tools: Tools, run: Function) -> Function:
+    """Returns a function that calls `run`, or Triton's function where `run` may differ from it.
 
-
-def _data(mask: Any) -> Any:
-    return None if mask is None else mask.handle.data
-
-
-def _load(tools: Tools, slow: Function, read: Function) -> Function:
+    Args:
+        run: loads or stores, given NumPy's pointers, operand and mask, and the plan.
+    """
     tensor, constexpr = tools.core.tensor, tools.core.constexpr
     semantic = tools.interpreter.interpreter_semantic
     plans: dict[Any, Any] = {}
-    others: dict[Any, Any] = {}
+    numbers: dict[Any, Any] = {}
+    kinds = (tensor, int, float, type(None))
 
-    def other_of(value: Any, dtype: Any) -> Any:
-        """Returns a number in the dtype of the load, rounded as Triton does."""
-        key = (type(value), value, dtype.name)
-        if key not in others:
-            others[key] = semantic.cast(tools.number(value), dtype).handle.data
-        return others[key]
+    def data_of(operand: Any) -> Any:
+        return operand.handle.data if type(operand) is tensor else None
 
-    def plan_of(pointer: Any, mask: Any, other: Any, result: Any) -> Any:
-        dtype = pointer.dtype.element_ty
-        if dtype.is_block() or dtype.name == "int1":
+    def code_of(operand: Any) -> Any:
+        return operand.type.code if type(operand) is tensor else type(operand)
+
+    def plan_of(pointer: Any, operand: Any, mask: Any, result: Any) -> Any:
+        """Returns the elements' dtype, Triton's and NumPy's, and `like_of` a load's result."""
+        dtype, shape = pointer.dtype.element_ty, pointer.handle.data.shape
+        agree = _shapes_agree(shape, data_of(operand), data_of(mask))
+        if dtype.is_block() or dtype.name == "int1" or not agree:
             return None
-        if type(other) is tensor and other.dtype.name != dtype.name:
+        if getattr(result, "handle", None) is None:
+            return dtype, None, None
+        is_whole = result.handle.data.shape == shape
+        np_dtype = tools.interpreter._get_np_dtype(dtype)
+        return (dtype, np_dtype, like_of(result)) if is_whole else None
+
+    def element_of(operand: Any, dtype: Any) -> Any:
+        """Returns an operand in the dtype of the elements, rounded as Triton does."""
+        if type(operand) is tensor:
+            same = operand.dtype.name == dtype.name
+            return (operand if same else semantic.cast(operand, dtype)).handle.data
+        if operand is None:
             return None
-        like = (result.type, result.dtype, result.numel, result.shape)
-        shape = pointer.handle.data.shape
-        data = [None if type(x) is not tensor else x.handle.data for x in (mask, other)]
-        if not _shapes_agree(shape, *data) or result.handle.data.shape != shape:
-            return None
-        return tools.interpreter._get_np_dtype(dtype), dtype, like
+        key = (type(operand), operand, dtype.name)
+        if key not in numbers:
+            numbers[key] = semantic.cast(tools.number(operand), dtype).handle.data
+        return numbers[key]
+
+    def access(pointer: Any, operand: Any, mask: Any, options: Any, slow: Function) -> Any:
+        if type(operand) is constexpr:
+            operand = operand.value
+        if (
+            type(pointer) is not tensor
+            or type(operand) not in kinds
+            or (type(mask) is not tensor and mask is not None)
+            or (options and not options.keys() <= HINTS)
+        ):
+            return slow()
+        key = (pointer.type.code, code_of(operand), code_of(mask))
+        plan = plans.get(key, UNKNOWN)
+        if plan is UNKNOWN:
+            result = slow()
+            plans[key] = plan_of(pointer, operand, mask, result)
+            return result
+        holds = data_of(mask)
+        if plan is None or (holds is not None and holds.dtype != np.bool_):
+            return slow()
+        return run(pointer.handle.data, element_of(operand, plan[0]), holds, plan)
+
+    return access
+
+
+def _load(tools: Tools, slow: Function, read: Function) -> Function:
+    def run(pointers: Any, other: Any, mask: Any, plan: Any) -> Any:
+        return tools.tensor_of(read(pointers, mask, other, plan[1]), plan[2])
+
+    access = _access(tools, run)
 
     def load(
         pointer: Any, mask: Any = None, other: Any = None, _semantic: Any = None, **options: Any
     ) -> Any:
-        if type(other) is constexpr:
-            other = other.value
-        is_tensor = type(other) is tensor
-        if (
-            type(pointer) is not tensor
-            or (type(mask) is not tensor and mask is not None)
-            or (not is_tensor and other is not None and type(other) not in (int, float))
-            or (options and not options.keys() <= HINTS)
-        ):
-            return slow(pointer, mask, other, **options)
-        key = (
-            pointer.type.code,
-            _code(mask),
-            _code(other) if is_tensor else type(other),
-        )
-        plan = plans.get(key, UNKNOWN)
-        if plan is UNKNOWN:
-            result = slow(pointer, mask, other, **options)
-            plans[key] = plan_of(pointer, mask, other, result)
-            return result
-        holds = _data(mask)
-        if plan is None or (holds is not None and holds.dtype != np.bool_):
-            return slow(pointer, mask, other, **options)
-        np_dtype, dtype, like = plan
-        if is_tensor:
-            other = _data(other)
-        elif other is not None:
-            other = other_of(other, dtype)
-        data = read(pointer.handle.data, holds, other, np_dtype)
-        return tools.tensor_of(data, dtype, like)
+        return access(pointer, other, mask, options, lambda: slow(pointer, mask, other, **options))
 
     return load
 
 
 def _store(tools: Tools, slow: Function, write: Function) -> Function:
-    tensor, constexpr = tools.core.tensor, tools.core.constexpr
-    semantic = tools.interpreter.interpreter_semantic
-    plans: dict[Any, Any] = {}
-
-    def plan_of(pointer: Any, value: Any, mask: Any) -> Any:
-        dtype = pointer.dtype.element_ty
-        if dtype.is_block() or dtype.name == "int1":
-            return None
-        data = [_data(value), _data(mask)]
-        return dtype if _shapes_agree(pointer.handle.data.shape, *data) else None
+    access = _access(tools, lambda pointers, value, mask, _: write(pointers, value, mask))
 
     def store(
         pointer: Any, value: Any, mask: Any = None, _semantic: Any = None, **options: Any
     ) -> Any:
-        operand: Any = value.value if type(value) is constexpr else value
-        if type(operand) in (int, float):
-            operand = tools.number(operand)
-        if (
-            type(pointer) is not tensor
-            or type(operand) is not tensor
-            or (type(mask) is not tensor and mask is not None)
-            or (options and not options.keys() <= HINTS)
-        ):
-            return slow(pointer, value, mask, **options)
-        key = (pointer.type.code, operand.type.code, _code(mask))
-        plan = plans.get(key, UNKNOWN)
-        if plan is UNKNOWN:
-            result = slow(pointer, value, mask, **options)
-            plans[key] = plan_of(pointer, operand, mask)
-            return result
-        holds = _data(mask)
-        if plan is None or (holds is not None and holds.dtype != np.bool_):
-            return slow(pointer, value, mask, **options)
-        if operand.dtype.name != plan.name:
-            operand = semantic.cast(operand, plan)
-        write(pointer.handle.data, operand.handle.data, holds)
-        return None
+        return access(pointer, value, mask, options, lambda: slow(pointer, value, mask, **options))
 
     return store

@@ -7,6 +7,7 @@ results, if it gave the same bits in the same layout for the first one.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -68,8 +69,7 @@ class Plan(NamedTuple):
     # Triton fills a block with a number operand before it computes. Without that block the result
     # has another layout, if the other operand is not in C's order.
     fills: bool
-    handle_dtype: Any  # None: the stand-in takes an operand's
-    like: tuple[Any, ...]  # type, dtype, numel and shape of the result
+    like: tuple[Any, ...]  # `like_of` the result
 
 
 class Rules(NamedTuple):
@@ -97,7 +97,7 @@ def make_tools(interpreter: Any, core: Any) -> Tools:
         _rules(interpreter, core),
         _tensor_of(interpreter, core),
         _number(interpreter),
-        _typed_number(interpreter),
+        _typed_number(interpreter, core),
     )
 
 
@@ -147,62 +147,53 @@ def _add_codes(core: Any) -> None:
     core.dtype.code = Code()
 
 
+def like_of(tensor: Any) -> tuple[Any, ...]:
+    """Returns all that a tensor has beside its data."""
+    return tensor.handle.dtype, tensor.type, tensor.dtype, tensor.numel, tensor.shape
+
+
 def _tensor_of(interpreter: Any, core: Any) -> Function:
     """Returns a function that makes a tensor without the checks of its and its handle's class."""
     tensor, handle_class, new = core.tensor, interpreter.TensorHandle, object.__new__
 
-    def tensor_of(data: Any, handle_dtype: Any, like: Any) -> Any:
-        handle = new(handle_class)
-        handle.data = data
-        handle.dtype = handle_dtype
-        handle.attr = {}
-        tensor_like = new(tensor)
-        tensor_like.handle = handle
-        tensor_like.type, tensor_like.dtype, tensor_like.numel, tensor_like.shape = like
-        return tensor_like
+    def tensor_of(data: Any, like: Any) -> Any:
+        handle, block = new(handle_class), new(tensor)
+        handle.data, handle.attr, block.handle = data, {}, handle
+        handle.dtype, block.type, block.dtype, block.numel, block.shape = like
+        return block
 
     return tensor_of
 
 
 def _number(interpreter: Any) -> Function:
     """Returns a function that gives Triton's tensor of a number, the same for equal numbers."""
-    by_type: dict[type, dict[Any, Any]] = {int: {}, float: {}}
-    to_tensor = interpreter.interpreter_semantic.to_tensor
 
+    @functools.lru_cache(maxsize=None, typed=True)
     def number(value: Any) -> Any:
-        known = by_type[type(value)]
-        scalar = known.get(value)
-        if scalar is None:
-            scalar = known[value] = to_tensor(value)
-            scalar.handle.data.flags.writeable = False
+        scalar = interpreter.interpreter_semantic.to_tensor(value)
+        scalar.handle.data.flags.writeable = False
         return scalar
 
     return number
 
 
-def _typed_number(interpreter: Any) -> Function:
+def _typed_number(interpreter: Any, core: Any) -> Function:
     """Returns a function that gives the tensor of a number in the other operand's dtype.
 
     It gives None if Triton's arithmetic makes no such tensor.
     """
-    by_type: dict[Any, dict[Any, Any]] = {}
-    semantic = interpreter.interpreter_semantic
 
-    def typed_number(value: Any, dtype: Any) -> Any:
-        kind = type(value)
-        known = by_type.get((kind, dtype.name))
-        if known is None:
-            known = by_type[kind, dtype.name] = {}
-        scalar = known.get(value)
-        if scalar is None:
-            if dtype.name not in NUMPY_DTYPES or dtype.name == "int1":
+    @functools.lru_cache(maxsize=None, typed=True)
+    def typed_number(value: Any, name: str) -> Any:
+        if name not in NUMPY_DTYPES or name == "int1":
+            return None
+        dtype = core.dtype(name)
+        if dtype.is_int():
+            limits = np.iinfo(NUMPY_DTYPES[name])
+            if type(value) is float or not limits.min <= value <= limits.max:
                 return None
-            if dtype.is_int():
-                limits = np.iinfo(NUMPY_DTYPES[dtype.name])
-                if kind is float or not limits.min <= value <= limits.max:
-                    return None
-            scalar = known[value] = semantic.scalar_constant(value, dtype)
-            scalar.handle.data.flags.writeable = False
+        scalar = interpreter.interpreter_semantic.scalar_constant(value, dtype)
+        scalar.handle.data.flags.writeable = False
         return scalar
 
     return typed_number
@@ -259,9 +250,8 @@ def plan_of(
     same = np.array_equal if is_pointer else _same_bits
     if not same(computed, result.handle.data):
         return None
-    like = (result.type, result.dtype, result.numel, result.shape)
     fills = len(are_blocks) > 1 and not is_pointer
-    return Plan(compute, dtypes, casts, fills, None, like)
+    return Plan(compute, dtypes, casts, fills, like_of(result))
 
 
 def _plan_of_two(
@@ -271,8 +261,7 @@ def _plan_of_two(
     if left.dtype.is_ptr() or right.dtype.is_ptr():
         if compute is not np.add or not left.dtype.is_ptr() or not right.dtype.is_int():
             return None
-        plan = plan_of(_adding_to_pointers(left.dtype), (left, right), None, result)
-        return plan
+        return plan_of(_adding_to_pointers(left.dtype), (left, right), None, result)
     if left.dtype.name == right.dtype.name:
         if is_division and left.dtype.name == "fp16":
             return None
@@ -284,10 +273,7 @@ def _plan_of_two(
     if to is None or computed.name == "int1":
         return None
     casts = tuple([None if each.dtype.name == computed.name else to for each in (left, right)])
-    plan = plan_of(compute, (left, right), casts, result)
-    if plan is not None and casts[0] is not None:
-        plan = plan._replace(handle_dtype=computed)
-    return plan
+    return plan_of(compute, (left, right), casts, result)
 
 
 def _adding_to_pointers(dtype: Any) -> Function:
@@ -326,7 +312,7 @@ def _binary(
             return number(value)
         if is_division and other_operand.dtype.name == "fp16":
             return None
-        return typed_number(value, other_operand.dtype)
+        return typed_number(value, other_operand.dtype.name)
 
     def operate(self: Any, other: Any, _semantic: Any = None) -> Any:
         operand = other if type(other) is tensor else as_tensor(other, self)
@@ -345,7 +331,7 @@ def _binary(
             return result
         if plan is None:
             return slow(self, other)
-        compute_it, (left_dtype, right_dtype), casts, fills, handle_dtype, like = plan
+        compute_it, (left_dtype, right_dtype), casts, fills, like = plan
         first, second = left.handle.data, right.handle.data
         if first.dtype is not left_dtype or second.dtype is not right_dtype:
             return slow(self, other)
@@ -354,7 +340,7 @@ def _binary(
         if casts is not None:
             first = first if casts[0] is None else first.astype(casts[0])
             second = second if casts[1] is None else second.astype(casts[1])
-        return tensor_of(compute_it(first, second), handle_dtype or left.handle.dtype, like)
+        return tensor_of(compute_it(first, second), like)
 
     return operate
 

@@ -50,16 +50,20 @@ def speed_up_interpreter() -> None:
     mend_interpreter(interpreter, tuple(map(int, __version__.split(".")[:2])))
     executor = interpreter.GridExecutor
     executor.__call__ = _without_warnings(executor.__call__)
-    interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype)
     types: Any = core
-    types.block_type.__init__ = _remembering_shapes(types.block_type.__init__)
-    types.block_type.with_element_ty = _sharing_types(types)
-    types.block_type.to_ir = _remembering_types(types.block_type.to_ir)
+    block = types.block_type
+    block.__init__ = _remembering_shapes(block.__init__)
+    # Each is of a type's name and shape alone; the interpreter makes a table or an object a call.
+    dtype_of = interpreter._get_np_dtype
+    interpreter._get_np_dtype = _remembering(dtype_of, lambda dtype: dtype.scalar.name)
+    element_type, to_ir = block.with_element_ty, block.to_ir
+    block.with_element_ty = _remembering(element_type, lambda self, to: (to.name, self.sizes))
+    block.to_ir = _remembering(to_ir, lambda self, _: (self.element_ty.name, self.sizes))
     types.tensor.__init__ = _sharing_shapes(types.tensor.__init__)
     types.dtype.__eq__ = _equal_to_itself(types.dtype.__eq__)
     types._unwrap_if_constexpr = _unwrapping_constants(types._unwrap_if_constexpr, core)
     semantic = interpreter.interpreter_semantic
-    semantic.broadcast_impl_value = _broadcasting_less(interpreter, types.block_type)
+    semantic.broadcast_impl_value = _broadcasting_less(interpreter, block)
     semantic.binary_op_type_checking_impl = _checking_less(interpreter, types)
     interpreter._patch_attr = _calling_directly(interpreter, _stand_ins(interpreter, types))
 
@@ -181,16 +185,17 @@ def _calling_directly(interpreter: Any, stand_in: Callable[..., Any]) -> Callabl
     return patch
 
 
-def _remembering(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Remembers NumPy's dtype of a Triton dtype; the interpreter makes a table at each call."""
-    remembered = functools.cache(np_dtype)
+def _remembering(function: Callable[..., Any], key_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls the function once for each key of arguments."""
+    known: dict[Any, Any] = {}
 
-    def np_dtype_of(dtype: Any) -> Any:
-        # A block has its element's dtype. Pointers have no hash.
-        scalar = dtype.scalar
-        return np_dtype(scalar) if scalar.is_ptr() else remembered(scalar)
+    def remember(*args: Any) -> Any:
+        key = key_of(*args)
+        if key not in known:
+            known[key] = function(*args)
+        return known[key]
 
-    return np_dtype_of
+    return remember
 
 
 def _remembering_shapes(make: Callable[..., None]) -> Callable[..., None]:
@@ -211,36 +216,6 @@ def _remembering_shapes(make: Callable[..., None]) -> Callable[..., None]:
         vars(self).update(known[key], element_ty=element_ty)
 
     return make_block_type
-
-
-def _sharing_types(core: Any) -> Callable[[Any, Any], Any]:
-    """Returns the type of a block of other elements: a shared object, unless they are pointers."""
-    shared: dict[Any, Any] = {}
-
-    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
-        if type(scalar_ty) is not core.dtype:
-            return core.block_type(scalar_ty, self.shape)
-        key = (scalar_ty.name, self.sizes)
-        if key not in shared:
-            shared[key] = core.block_type(scalar_ty, self.shape)
-        return shared[key]
-
-    return with_element_ty
-
-
-def _remembering_types(to_ir: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Remembers the interpreter's type of a block type, which each operation would make anew."""
-    known: dict[Any, Any] = {}
-
-    def to_ir_of(self: Any, builder: Any) -> Any:
-        if self.element_ty.is_ptr():
-            return to_ir(self, builder)
-        key = (self.element_ty.name, self.sizes)
-        if key not in known:
-            known[key] = to_ir(self, builder)
-        return known[key]
-
-    return to_ir_of
 
 
 def _sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
