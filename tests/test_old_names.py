@@ -50,6 +50,7 @@ def test_each_old_name_is_the_module_itself() -> None:
                 assert getattr(module, name) is getattr(module, now)
 
 
+@pytest.mark.timeout(180)
 def test_a_package_has_the_names_of_the_module_it_was() -> None:
     # One process for all: torch's import takes seconds.
     code = "import importlib, json, warnings; said = []\n"
