@@ -124,7 +124,7 @@ class Trainer:
 
     def _train(self, about: Cells, head_loss: Callable[..., LossOutput]) -> list[Cells]:
         config, device = self.config, self.ranks.device
-        model = self.run_of_model.decoder
+        model = self.run_of_model.model
         model.load_state_dict(self.initial)
         torch.manual_seed(config.run.seed)
         reset_peak_memory(device)

@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple
 from benchmarks.fidelity.candidates import METHODS, build_loss
 from cce_dist import Filter, Screen
 from cce_dist.bench.golden import LossFunction
-from cce_dist.bench.peers import PEERS
+from cce_dist.bench.methods import METHODS as LOSSES
+from cce_dist.bench.rank_methods import Setup
 from cce_dist.train.config.schema import TrainConfig
 
 STARTS = ("random", "checkpoint")
@@ -151,7 +152,7 @@ def builders(on_gpu: bool, sizes: Sizes) -> dict[str, Callable[[], LossFunction]
     by_method = {name: functools.partial(build, name) for name in METHODS}
     if on_gpu:
         # In eager mode, fp32 copies of the logits would take three quarters of a step.
-        by_method["dense"] = functools.partial(PEERS["torch-compile"])
+        by_method["dense"] = functools.partial(LOSSES["torch-compile"].build, Setup())
     return {name: functools.cache(builder) for name, builder in by_method.items()}
 
 

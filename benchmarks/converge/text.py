@@ -12,7 +12,6 @@ from benchmarks.evidence.records import Cell
 from benchmarks.fidelity.tenths import UNSEEN, name_of, tenths_of
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.data.tokens import TokenCache
-from cce_dist.train.loop import forward_body
 from cce_dist.train.model.decoder import Decoder
 from cce_dist.train.model.head import head_layout, make_token_nll
 from cce_dist.train.ranks import Ranks
@@ -78,7 +77,7 @@ def evaluate(model: Decoder, text: Text, config: TrainConfig, ranks: Ranks) -> d
     held_out = torch.from_numpy(text.held_out.astype(np.int64)).to(ranks.device)
     ids, targets = (x.view(-1, config.data.sequence_length) for x in (held_out[:-1], held_out[1:]))
     nll = [
-        token_nll(forward_body(model, some_ids, config), model.head_weight, some_targets.flatten())
+        token_nll(model(some_ids), model.head_weight, some_targets.flatten(), ()).loss
         for some_ids, some_targets in zip(
             ids.split(config.batch), targets.split(config.batch), strict=True
         )

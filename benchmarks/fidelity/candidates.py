@@ -14,7 +14,8 @@ from cce_dist.algorithm.plan import plan_of
 from cce_dist.backends.triton.launch.tiles import why_not
 from cce_dist.bench.golden import LossFunction, dense_loss
 from cce_dist.bench.inputs import BenchInputs
-from cce_dist.bench.peers import PEERS
+from cce_dist.bench.methods import METHODS as LOSSES
+from cce_dist.bench.rank_methods import Setup
 from cce_dist.core.types import Tokens
 from cce_dist.options import TOKEN_BLOCK, Backend
 
@@ -38,7 +39,7 @@ def build_loss(
     if name == "dense":
         return dense_loss
     if name in APPLE:
-        return PEERS[name]()
+        return LOSSES[name].build(Setup())
     ours = functools.partial(LinearCrossEntropy, backend=backend)
     if name not in OVER_MASS:
         return ours(gradient=name)  # pyright: ignore[reportArgumentType]

@@ -16,7 +16,7 @@ from cce_dist.train.config.load import load_config
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.data.batches import split_tokens
 from cce_dist.train.data.tokens import prepare_tokens
-from cce_dist.train.loop import Job, Run, forward_body, start_run, train_step
+from cce_dist.train.loop import Job, Run, start_run, train_step
 from cce_dist.train.model.head import head_loss_of
 from cce_dist.train.progress import Display
 from cce_dist.train.ranks import connect
@@ -132,9 +132,7 @@ def _tensors(job: Job, run: Run, num_tokens: int) -> dict[str, Tensor]:
     num_tokens = min(num_tokens, len(held_out) - 1) // length * length
     ids, targets = held_out[:num_tokens].view(-1, length), held_out[1 : num_tokens + 1]
     device, dtype = job.ranks.device, getattr(torch, job.config.dtype)
-    hidden = [
-        forward_body(run.decoder, some_ids.to(device), job.config) for some_ids in ids.split(8)
-    ]
+    hidden = [run.model(some_ids.to(device)) for some_ids in ids.split(8)]
     return {
         "hidden": torch.cat(hidden).to(dtype).cpu(),
         "weight": run.model.head_weight.detach().to(dtype).cpu(),

@@ -12,7 +12,7 @@ from cce_dist.bench.golden import Gradients, golden_gradients, gradients
 from cce_dist.bench.inputs import BenchInputs
 from cce_dist.bench.loss import Settings, bench_loss
 from cce_dist.bench.methods import Method
-from cce_dist.bench.report import Row as LossRow
+from cce_dist.bench.report import Cells
 
 GOLDEN = "float64"
 Row = dict[str, Any]
@@ -82,31 +82,34 @@ def _measure(
 ) -> dict[str, Row]:
     """Returns what is known of all tokens together, or why it is not, by the candidate's name."""
 
-    def save(rows: Sequence[LossRow]) -> None:
-        last = rows[-1].cells
+    def save(rows: Sequence[Cells]) -> None:
+        last = rows[-1]
         errors = [
             f"{key} {last[f'{key}_error'] or 0:.1e}" for key in ("grad_hidden", "grad_weight")
         ]
         say(f"{last['method']}: {last['failed'] or ', '.join(errors)}")
 
     # As peers: the error of a large threshold is a result, and no reason to stop.
-    methods = [Method(candidate.name, "peer", candidate.build) for candidate in candidates]
+    methods = [
+        Method(candidate.name, "peer", lambda _, each=candidate: each.build())
+        for candidate in candidates
+    ]
     loss_rows = bench_loss(inputs, methods, settings, save=save, failed=failed)
-    by_name = {row.method: row for row in loss_rows}
+    by_name = {row["method"]: row for row in loss_rows}
     keeps = [candidate.keep for candidate in candidates if candidate.keep is not None]
     kept = dict(zip(keeps, shares_kept(inputs, keeps), strict=True))
     measured = {}
     for candidate in candidates:
         row = by_name[candidate.name]
-        if row.failed and not candidate.may_fail:
-            raise RuntimeError(f"{candidate.name}: {row.failed}")
+        if row["failed"] and not candidate.may_fail:
+            raise RuntimeError(f"{candidate.name}: {row['failed']}")
         known = {
             "kept": None if candidate.keep is None else kept[candidate.keep],
-            "screened": {"yes": True, "no": False}.get(row.screened),
-            **{name: getattr(row, name) for name in ("loss_error", "tail_mass", "repeats")},
-            **{name: getattr(row, name) for name in ("median_ms", "p10_ms", "p90_ms")},
+            "screened": {"yes": True, "no": False}.get(row["screened"]),
+            **{name: row[name] for name in ("loss_error", "tail_mass", "repeats")},
+            **{name: row[name] for name in ("median_ms", "p10_ms", "p90_ms")},
         }
-        measured[candidate.name] = {"failed": row.failed} if row.failed else known
+        measured[candidate.name] = {"failed": row["failed"]} if row["failed"] else known
     return measured
 
 

@@ -147,7 +147,7 @@ def train_step(job: Job, run: Run, step: int) -> bool:
     else:
         stats = stats_of(config.loss) if is_log_step and run.head == "cce" else ()
         with in_phase("forward"):
-            out = run.model(ids, lambda *of_head: run.head_loss(*of_head, targets.flatten(), stats))
+            out = run.model(ids, lambda x, w: run.head_loss(x, w, targets.flatten(), stats))
         with in_phase("backward"):
             out.loss.backward()
     with in_phase("update"):

@@ -126,25 +126,28 @@ def test_other_functions_of_a_batch_without_targets(kind: str) -> None:
 # -- over ranks ---------------------------------------------------------------------------------
 
 
-def over_ranks(group: dist.ProcessGroup, shape: tuple[int, ...], shift: int, place: str) -> None:
+def over_ranks(group: dist.ProcessGroup, kind: str, place: str) -> None:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     backends = ("torch", "triton") if place == "plain" else ("torch",)
-    for mode in MODES.values():
-        for option in OPTIONS.values():
-            for backend in backends:
-                given: dict[str, Any] = made(shape, torch.float32)
-                for name in ("weight", "bias"):
-                    rows = given[name].detach().chunk(size)[rank].clone()
-                    given[name] = rows.requires_grad_()
-                if place == "slices":
-                    given["targets"] = given["targets"].repeat(size, *[1] * (len(shape) - 1))
-                    given["sequence_parallel"] = True
-                leaves = [given[name] for name in ("hidden", "weight", "bias")]
-                how = {**mode, **option, "backend": backend, "shift": shift, "group": group}
-                result = linear_cross_entropy(**given, **how)
-                require_nothing(result, tuple(given["targets"].shape), shift, mode["reduction"])
-                (result.loss if isinstance(result, LossOutput) else result).sum().backward()
-                require_zeros(*leaves)
+    shape, shift = NOTHING[kind]
+    first = list(NOTHING).index(kind)
+    for number, mode in enumerate(MODES.values(), first):
+        # Each mode with one option of a kind: over all kinds each pair occurs.
+        option = list(OPTIONS.values())[number % len(OPTIONS)]
+        for backend in backends:
+            given: dict[str, Any] = made(shape, torch.float32)
+            for name in ("weight", "bias"):
+                rows = given[name].detach().chunk(size)[rank].clone()
+                given[name] = rows.requires_grad_()
+            if place == "slices":
+                given["targets"] = given["targets"].repeat(size, *[1] * (len(shape) - 1))
+                given["sequence_parallel"] = True
+            leaves = [given[name] for name in ("hidden", "weight", "bias")]
+            how = {**mode, **option, "backend": backend, "shift": shift, "group": group}
+            result = linear_cross_entropy(**given, **how)
+            require_nothing(result, tuple(given["targets"].shape), shift, mode["reduction"])
+            (result.loss if isinstance(result, LossOutput) else result).sum().backward()
+            require_zeros(*leaves)
 
 
 # One token of each rank has a target on the next.
@@ -158,8 +161,7 @@ def over_ranks(group: dist.ProcessGroup, shape: tuple[int, ...], shift: int, pla
     ],
 )
 def test_a_batch_without_targets_over_ranks(kind: str, place: str) -> None:
-    shape, shift = NOTHING[kind]
-    shared_pool().run(3, over_ranks, shape, shift, place)
+    shared_pool().run(3, over_ranks, kind, place)
 
 
 def of_dtensors(group: dist.ProcessGroup, shape: tuple[int, ...], shift: int) -> None:

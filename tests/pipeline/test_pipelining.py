@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from cce_dist import LossOptions
 from cce_dist.pipeline.schedules.torch_schedules import prepare_mode
-from cce_dist.testing import RankError, RankPool
+from cce_dist.testing import DTYPES, RankError, RankPool
 from tests.pipeline.pipeline_jobs import (
     evaluate,
     evaluate_between,
@@ -164,14 +164,23 @@ def test_fp32(pools: dict[int, RankPool], schedule: str) -> None:
     pools[4].run(4, train, setup, 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("schedule", [*SCHEDULES, PLANNED])
-def test_16_bits(pools: dict[int, RankPool], schedule: str, dtype: torch.dtype) -> None:
+# Pairs of schedule, dtype and head: every other schedule has the tied head in the other dtype.
+HEADS = {"plain": {}, "tied": {"bias": True, "tied": True, "scale_grads": True}}
+IN_16_BITS = [
+    pytest.param(schedule, dtype, HEADS[head], id=f"{schedule}-{dtype}-{head}")
+    for number, schedule in enumerate((*SCHEDULES, PLANNED))
+    for dtype, head in zip(("bf16", "fp16"), sorted(HEADS, reverse=bool(number % 2)), strict=True)
+]
+
+
+@pytest.mark.parametrize(("schedule", "dtype", "head"), IN_16_BITS)
+def test_16_bits(
+    pools: dict[int, RankPool], schedule: str, dtype: str, head: dict[str, bool]
+) -> None:
     """Beside float64 no further than dense logits of 16 bits in one process, by the tolerance rule;
     test_pipelining_nccl asks the same of GPUs."""
-    setup = replace(EXACT16, schedule=schedule, dtype=dtype)
+    setup = replace(EXACT16, schedule=schedule, dtype=DTYPES[dtype], **head)
     pools[2].run(2, train, setup, None)
-    pools[2].run(2, train, replace(setup, bias=True, tied=True, scale_grads=True), None)
 
 
 @pytest.mark.parametrize("bug", BUGS)

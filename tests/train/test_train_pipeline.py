@@ -27,7 +27,7 @@ from tests.support.torchrun import is_running, read_losses, run_forked_training,
 # A job starts processes that import torch; see tests/train/test_train_job.py.
 pytestmark = pytest.mark.timeout(180)
 
-STEPS = 10
+STEPS, EVERY = 6, 4
 TIMEOUT_S = 8.0
 SPREAD = {"vocab_over_pipeline": True}
 PLANNED = {"schedule": "vocab_1f1b", **SPREAD}
@@ -55,7 +55,7 @@ def write_config(out: Path, name: str, **changes: Any) -> Path:
         "parallel": {"timeout_s": 30},
         # A clipped gradient would hide a factor.
         "optimizer": {"lr": 0.01, "warmup": 3, "schedule": "constant", "clip": None},
-        "checkpoint": {"every": 6},
+        "checkpoint": {"every": EVERY},
         "steps": STEPS,
         "batch": 8,
         "log_every": 5,
@@ -172,7 +172,7 @@ def test_pipeline_resumes_bitwise_and_in_another_layout(
     assert train(out, 0, "moved", "--resume") == pytest.approx(whole[False]["losses"], abs=1e-5)
     layout = {"pp": 2, "tp": 2, "microbatches": 4, **PLANNED}
     moved = train(out, 4, "spread", "--resume", model={"tied": True}, parallel=layout)
-    assert moved[:6] == whole[True]["losses"][:6]
+    assert moved[:EVERY] == whole[True]["losses"][:EVERY]
     assert moved == pytest.approx(whole[True]["losses"], abs=1e-5)
 
 

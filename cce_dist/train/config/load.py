@@ -173,7 +173,7 @@ def _kind(field: dict[str, Any]) -> str:
         return " or ".join(map(_kind, field["anyOf"]))
     if "enum" in field:
         return ", ".join(field["enum"])
-    kind = field.get("const", field.get("format", field.get("type")))
+    kind = str(field.get("const", field.get("format", field.get("type"))))
     return _KINDS.get(kind, kind)
 
 

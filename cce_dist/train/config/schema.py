@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -133,7 +133,8 @@ def _section_of(options: type, key: str) -> Any:
     types, keys = get_type_hints(options), {}
     for name, field in options.__dataclass_fields__.items():
         if name == "workspace_bytes":
-            keys["workspace_mib"] = Annotated[float, Field(ge=2**-4)] | None, None
+            at_least = Annotated[float, Field(ge=2**-4)]
+            keys["workspace_mib"] = Union[at_least, None], None  # noqa: UP007
         elif is_dataclass(types[name]):
             keys[name] = _section_of(types[name], f"{key}.{name}"), types[name]()
         elif name not in SET_BY_JOB:

@@ -22,6 +22,8 @@ from cce_dist.backends.triton.filter.marks import Marks, MassFactors
 from cce_dist.backends.triton.forward import state as forward_state
 
 BLOCK, DIM = 128, 32
+# 40 tiles of 256 columns: of two splits each has tiles enough for all four launches.
+CLASSES = 10_000
 # Shares are bf16, to which Triton's interpreter truncates.
 ROUNDING = 2.0**-7
 
@@ -39,7 +41,7 @@ def problem(place: Place, num_tokens: int, num_classes: int, softcap: float | No
 
 
 def stats_of(tokens: Tokens, head: Head, **options: Any) -> tuple[Stats, Marks]:
-    rule = ColumnFilter(0.02, by_largest=False, tail=True, draws=True)
+    rule = ColumnFilter(0.08, by_largest=False, tail=True, draws=True)
     request = ForwardRequest(Wanted(), rule, None, None, None, Room(2**24))
     found = triton_stats.forward(tokens, head, replace(request, **options))
     assert found[1] is not None
@@ -72,8 +74,7 @@ def factors(monkeypatch: pytest.MonkeyPatch) -> list[MassFactors]:
     return seen
 
 
-# 5 blocks, the last of them not whole. Of 10 programs each block has two, with tiles enough for all
-# four launches.
+# 5 blocks, the last of them not whole. Of 10 programs each block has two.
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, softcap=(None, 3.0)))
 def test_shares_of_a_launch_add_up_to_what_it_drops(
     place: Place,
@@ -82,7 +83,7 @@ def test_shares_of_a_launch_add_up_to_what_it_drops(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(forward_state, "num_programs", lambda weight: 10)
-    tokens, head = problem(place, 5 * BLOCK - 50, 40000, softcap)
+    tokens, head = problem(place, 5 * BLOCK - 50, CLASSES, softcap)
     # As if ranks told each other bounds: else one program would compute all in one launch.
     _, marks = stats_of(tokens, head, bounds=lambda bound: bound[None])
     z = tokens.hidden.double() @ head.weight.double().T
@@ -113,22 +114,21 @@ def test_shares_of_a_launch_add_up_to_what_it_drops(
 
 
 # Of 16-bit logits fewer blocks fit the cache than of 8-bit ones, and the splits are others.
-@pytest.mark.parametrize(**grid(places=TRITON_PLACES, max_kept=(0.0, 1.0)))
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES))
 def test_a_refused_screen_is_the_full_forward(
-    place: Place, max_kept: float, monkeypatch: pytest.MonkeyPatch, factors: list[MassFactors]
+    place: Place, monkeypatch: pytest.MonkeyPatch, factors: list[MassFactors]
 ) -> None:
     def cached_blocks(weight: Tensor, element_size: int) -> int:
         return 4 if element_size == 1 else 1
 
     monkeypatch.setattr(forward_state, "cached_blocks", cached_blocks)
     monkeypatch.setattr(forward_state, "num_programs", lambda weight: 4)
-    tokens, head = problem(place, 4 * BLOCK, 40000, None)
+    tokens, head = problem(place, 4 * BLOCK, CLASSES, None)
     full, _ = stats_of(tokens, head)
-    screened, _ = stats_of(tokens, head, screen=Screen(max_kept=max_kept, max_error=10.0))
-    in_full, in_8_bits = (int(found.shape[1]) // found.groups for found in factors)
-    if max_kept > 0:
-        assert in_8_bits < in_full
-        return
-    torch.testing.assert_close(screened.lse, full.lse, rtol=0, atol=1e-5)
+    refused, _ = stats_of(tokens, head, screen=Screen(max_kept=0.0, max_error=10.0))
+    stats_of(tokens, head, screen=Screen(max_kept=1.0, max_error=10.0))
+    in_full, _, in_8_bits = (int(found.shape[1]) // found.groups for found in factors)
+    assert in_8_bits < in_full
+    torch.testing.assert_close(refused.lse, full.lse, rtol=0, atol=1e-5)
     # One launch has computed all columns: one factor.
     assert bool((factors[1].of_blocks == factors[1].of_blocks[:, :1]).all())

@@ -1,10 +1,12 @@
-"""A script that compiles the kernels of losses and of their gradients for a GPU that need not be
-there: `python compile_jobs.py 86 bf16,exact` prints a record of each binary.
+"""A script that compiles the kernels of losses and of their gradients for GPUs that need not be
+there: `python compile_jobs.py 86:bf16,exact 89:e4m3` prints a record of each binary.
 
 Tensors lie on the CPU and Triton's driver is a stand-in, so that nothing is launched. A process of
 its own, for torch and Triton are told lies. It stops before LLVM optimises, which with ptxas takes
 three quarters of the time: what memory a kernel takes is known by then, and what Triton cannot
-compile has failed. With "whole" as a third argument it goes through all stages.
+compile has failed. Of a kernel's variants, for all GPUs that are named, it compiles those with a
+flag, a dtype or a tile that no earlier one had. With "whole" as an argument too it compiles every
+variant for every GPU, through all stages.
 """
 
 # What takes the place of torch's and Triton's own has not their types.
@@ -106,7 +108,8 @@ class StandIn:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        # Triton keeps a device's binaries apart from another's.
+        return self.capability
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
@@ -115,8 +118,12 @@ class StandIn:
 def stand_in(capability: int) -> None:
     """From here on torch and Triton believe in the GPU."""
     triton.runtime.driver.set_active(StandIn(capability))
-    properties = SimpleNamespace(multi_processor_count=PROGRAMS, L2_cache_size=50 * 2**20)
     torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+
+
+def stand_in_for_tensors() -> None:
+    """From here on no tensor is uninitialised, and the GPU has a size."""
+    properties = SimpleNamespace(multi_processor_count=PROGRAMS, L2_cache_size=50 * 2**20)
     torch.cuda.get_device_properties = lambda device=None: properties
     # What no kernel has filled must not be taken for indices, but for `Call.exact`, which nobody
     # compiles only.
@@ -143,7 +150,8 @@ def of_garbage(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def skip_late_stages() -> None:
-    """LLVM's own work on the kernels, and ptxas."""
+    """LLVM's own work on the kernels, and ptxas; and passes that only place barriers: a third of
+    what is left for 10.0, and they take no memory."""
 
     def make_ptx(self: CUDABackend, source: str, metadata: dict[str, Any], *given: Any) -> str:
         metadata["name"] = "none"
@@ -152,15 +160,45 @@ def skip_late_stages() -> None:
     compiler.llvm.optimize_module = lambda *given, **named: None
     CUDABackend.make_ptx = make_ptx
     CUDABackend.make_cubin = lambda *given: b""
+    passes = compiler.nvidia.passes
+    for owner, name in (
+        (passes.ttgpuir, "add_membar"),
+        (passes.ttnvgpuir, "add_proxy_fence_insertion"),
+        (passes.ttnvgpuir, "add_initialize_ws_cluster_barriers"),
+    ):
+        # Triton's earlier releases lack some.
+        if hasattr(owner, name):
+            setattr(owner, name, lambda *given: None)
 
 
-def record_warmups(records: list[dict[str, Any]]) -> None:
-    """`start` compiles, and a record is kept of each binary, or of why there is none."""
-    warmup, seen = JITFunction.warmup, set()
+def traits_of(args: tuple[Any, ...], named: dict[str, Any]) -> set[Any]:
+    """What tells variants of a kernel apart, but for counts: dtypes, tiles, flags."""
+    traits = set()
+    for name, value in (*enumerate(args), *named.items()):
+        tensor = getattr(value, "base", value)
+        if isinstance(tensor, Tensor):
+            tile = tuple(getattr(value, "block_shape", ()))
+            traits.add((name, tensor.dtype, tile))
+        elif name in named:
+            traits.add((name, value))
+    return traits
+
+
+def record_warmups(records: list[dict[str, Any]], *, every: bool) -> None:
+    """`start` compiles, and a record is kept of each binary, or of why there is none.
+
+    Args:
+        every: also of variants without a trait that the kernel's earlier ones lack.
+    """
+    warmup, seen, traits = JITFunction.warmup, set(), set()
 
     def recorded(self: JITFunction, *args: Any, grid: tuple[int, ...], **named: Any) -> Any:
         record = {"kernel": f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}"}
         residents = grid[0] // PROGRAMS if named.get("launch_cooperative_grid") else 1
+        new = {(self, *trait) for trait in traits_of(args, {**named, "residents": residents})}
+        if not every and new <= traits:
+            return None
+        traits.update(new)
         try:
             made = warmup(self, *args, grid=grid, **named)
         except Exception as error:
@@ -253,23 +291,26 @@ def compile_small() -> None:
 OTHERS = {"largest": compile_largest, "small": compile_small}
 
 
-def main(capability: int, names: str, *, whole: bool) -> None:
+def main(jobs: list[str], *, whole: bool) -> None:
     records: list[dict[str, Any]] = []
-    stand_in(capability)
+    stand_in_for_tensors()
     if not whole:
         skip_late_stages()
-    record_warmups(records)
-    with torch.no_grad():
+    record_warmups(records, every=whole)
+    for job in jobs:
+        capability, _, names = job.partition(":")
+        stand_in(int(capability))
         for name in names.split(","):
             before = len(records)
-            if name in OTHERS:
-                OTHERS[name]()
-            else:
-                compile_call(CALLS[name])
+            with torch.no_grad():
+                if name in OTHERS:
+                    OTHERS[name]()
+                else:
+                    compile_call(CALLS[name])
             for record in records[before:]:
-                record["call"] = name
+                record |= {"call": name, "capability": int(capability)}
     json.dump(records, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], whole="whole" in sys.argv[3:])
+    main([job for job in sys.argv[1:] if job != "whole"], whole="whole" in sys.argv)
