@@ -81,13 +81,7 @@ def converge_command(
     import torch
 
     from benchmarks.converge.converge import Work
-    from benchmarks.converge.plan import (
-        STARTS,
-        Plan,
-        Sizes,
-        parse_slice,
-        settings_of,
-    )
+    from benchmarks.converge.plan import STARTS, Plan, Sizes, parse_slice, settings_of
     from benchmarks.evidence.records import make_record
     from benchmarks.fidelity.candidates import choose_names
 

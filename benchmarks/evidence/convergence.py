@@ -267,10 +267,5 @@ def pools_of(records: Sequence[Record]) -> list[Pool]:
 
 def describe_group(group: str) -> str:
     """Returns a group's name for a reader."""
-    named = {
-        ALL: "all tokens",
-        "1": "tenth 1, the most frequent",
-        RAREST: "tenth 10, the rarest",
-        NEVER: "ids never trained on",
-    }
-    return named.get(group, f"tenth {group}")
+    named = {ALL: "all tokens", RAREST: "tenth 10, the rarest", NEVER: "ids never trained on"}
+    return {"1": "tenth 1, the most frequent", **named}.get(group, f"tenth {group}")

@@ -19,13 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_patch
-from benchmarks.ranks.megatron_model import (
-    HeadInput,
-    Sizes,
-    build,
-    make_config,
-    wrap,
-)
+from benchmarks.ranks.megatron_model import HeadInput, Sizes, build, make_config, wrap
 from cce_dist.bench.inputs import BenchInputs
 from cce_dist.bench.machine import synchronize
 from cce_dist.bench.ranks import Job

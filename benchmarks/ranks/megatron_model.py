@@ -13,13 +13,6 @@ from torch import Tensor, nn
 
 from cce_dist.bench.inputs import BenchInputs
 
-# Options of full recompute.
-RECOMPUTE = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -126,7 +119,9 @@ def make_config(
         bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
         cross_entropy_fusion_impl="native",
-        **(RECOMPUTE if recompute else {}),
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
     )
 
 

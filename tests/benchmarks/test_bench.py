@@ -11,11 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cce_dist import (
-    Filter,
-    LinearCrossEntropy,
-    linear_cross_entropy,
-)
+from cce_dist import Filter, LinearCrossEntropy, linear_cross_entropy
 from cce_dist.bench.golden import dense_loss
 from cce_dist.bench.inputs import Shape, make_inputs
 from cce_dist.bench.loss import Settings, bench_loss, mean_tail_mass

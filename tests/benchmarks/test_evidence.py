@@ -26,13 +26,7 @@ from benchmarks.evidence.records import (
 from benchmarks.evidence.show import show_convergence, show_end_to_end
 from benchmarks.fidelity.tenths import name_of, tenths_of
 from cce_dist.cli.main import app
-from tests.benchmarks.evidence_records import (
-    STEPS,
-    convergence,
-    end_to_end,
-    fidelity,
-    loss_at,
-)
+from tests.benchmarks.evidence_records import STEPS, convergence, end_to_end, fidelity, loss_at
 
 ROOT = Path(__file__).parents[2]
 
