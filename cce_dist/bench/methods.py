@@ -120,6 +120,7 @@ _METHODS = (
     _ours("filtered", {"gradient": "filtered"}, default=True),
     _ours("exact", {"gradient": "exact"}, default=True),
     _ours("in_forward", {"gradient": "in_forward"}, default=True),
+    _ours("in_forward-exact", {"gradient": "in_forward", "filter": Filter(keep=0)}),
     _ours("exact-kept", {"gradient": "exact", "keep_logits": True, "workspace_bytes": MEMORY}),
     # 8-bit logits where they don't matter.
     _ours(SCREENED, {"logits": "screened"}),
