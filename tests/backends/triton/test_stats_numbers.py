@@ -39,7 +39,11 @@ def test_triton_frozen_inputs_change_no_bit(place: Place, way: dict[str, Any], d
         expected = {"loss", "lse", *(f"grad_{name}" for name in trainable)}
         assert set(some) == expected
         for name in some:
-            assert torch.equal(some[name], full[name]), (trainable, name)
+            if trainable or way.get("gradient") != "in_forward":
+                assert torch.equal(some[name], full[name]), (trainable, name)
+            else:
+                # Without gradients no chunk's logits are kept: another kernel, in another order.
+                torch.testing.assert_close(some[name], full[name], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp32", "fp16", "bf16")))

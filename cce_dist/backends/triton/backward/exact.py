@@ -159,7 +159,7 @@ def _launch_logits(
     weight, head, tiles, per_token = state.weight, state.head, state.tiles, state.per_token
     # Logits that are there already take no product, and a smaller tile.
     columns = tiles.dims if has_logits else tiles.columns
-    use_tma = takes_tma(weight)
+    use_tma = takes_tma(weight) and takes_tma(hidden)
     start(exact_logits_kernel, (num_programs(weight) * (4 if has_logits else 1),))(
         hidden=descriptor_of(hidden, TOKEN_BLOCK, tiles.dims, use_tma),
         weight=descriptor_of(weight, columns, tiles.dims, use_tma),
