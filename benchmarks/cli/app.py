@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +12,12 @@ from benchmarks.cli.converge import converge_command, parse_power
 from benchmarks.cli.ranks import megatron_command, pipeline_command
 from cce_dist.bench.arguments import (
     BackendName,
-    Captured,
     CsvPath,
     Device,
     Dtype,
     Failed,
     JsonPath,
+    Methods,
     Names,
     PeerPath,
     RecordPath,
@@ -27,7 +26,6 @@ from cce_dist.bench.arguments import (
     Size,
     Threads,
     Timeout,
-    Title,
     Tokens,
     cases_of,
     machine_of,
@@ -70,7 +68,7 @@ def first_call_command(
     with refusals():
         shapes = shapes_of("zipf", shape, tokens, vocab, dim)
     gradients = gradient or ["filtered", "exact", "in_forward"]
-    report = Report(machine_of(device, 0), csv_path, json_path, None)
+    report = Report(machine_of(device, 0), csv_path, json_path)
     for parsed in shapes:
         with refusals():
             rows = bench_first_calls(parsed, dtype=dtype, device=device, gradients=gradients)
@@ -80,12 +78,14 @@ def first_call_command(
 
 @app.command("fidelity")
 def fidelity_command(
-    inputs: Captured,
+    inputs: Annotated[
+        list[str], typer.Option(help="A file that `bench capture` wrote; may be repeated.")
+    ],
     tokens: Tokens = None,
     dtype: Dtype = "bfloat16",
     device: Device = "cpu",
     threads: Threads = 0,
-    method: Annotated[Names, typer.Option(help="Only these methods; may be repeated.")] = None,
+    method: Methods = None,
     keep: Annotated[
         Names,
         typer.Option(
@@ -98,7 +98,7 @@ def fidelity_command(
     backend: BackendName = "auto",
     peer_path: PeerPath = None,
     peer_timeout_seconds: Timeout = 120.0,
-    title: Title = "",
+    title: Annotated[str, typer.Option(help="The record's title. [sizes and device]")] = "",
     record: RecordPath = None,
     failed: Failed = None,
 ) -> None:
@@ -114,7 +114,6 @@ def fidelity_command(
     from cce_dist.bench.methods import DeviceLostError, parse_backend, restart_without
     from cce_dist.bench.report import Report
 
-    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
     settings = {"backend": backend, "repeats": repeats}
     with refusals():
         names = choose_names(method or (), with_apple=bool(peer_path))
@@ -124,7 +123,7 @@ def fidelity_command(
         cases = cases_of(list(inputs), None, tokens, 0, 0, dtype, device)
         if record is not None:
             check_path(record)
-    report = Report(machine, None, None, None)
+    report = Report(machine)
     try:
         for number, make in enumerate(cases):
             case = make().without_ignored()

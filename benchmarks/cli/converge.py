@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,7 +85,6 @@ def converge_command(
     from benchmarks.fidelity.candidates import choose_names
 
     need_modules("tokenizers")
-    sys.path[:0] = [str(folder.resolve()) for folder in peer_path or ()]
     on_gpu = torch.cuda.is_available()
     with refusals():
         # The options from --dim to --max-kept are the fields of Sizes.

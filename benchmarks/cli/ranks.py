@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cce_dist.bench.arguments import (
+    CollectiveTimeout,
     CsvPath,
     Device,
     Dtype,
@@ -21,7 +22,6 @@ from cce_dist.bench.arguments import (
 Batch = Annotated[int, typer.Option(min=1, help="Sequences of a microbatch.")]
 Microbatches = Annotated[int, typer.Option(min=1, help="Microbatches of a step.")]
 Steps = Annotated[int, typer.Option(min=3, help="Timed steps of each loss or place of the head.")]
-Limit = Annotated[float, typer.Option(min=1, help="Limit of a collective.")]
 
 
 def megatron_command(
@@ -40,7 +40,7 @@ def megatron_command(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Compute all layers anew in the backward.")
     ] = False,
-    timeout_seconds: Limit = 120.0,
+    timeout_seconds: CollectiveTimeout = 120.0,
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -64,7 +64,7 @@ def megatron_command(
         if not torch.cuda.is_available():
             raise ValueError("device must be a GPU: Megatron asks torch.cuda for one, found none")
     with refusals(), joined("cuda", timeout_seconds) as job, megatron_groups():
-        report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path, None)
+        report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path)
         for name in model or ("gemma2-2b", "llama3-8b"):
             sizes = MODELS[name]
             shape = Shape(batch * sequence, sizes.vocab_size, sizes.dim)
@@ -94,7 +94,7 @@ def pipeline_command(
     repeats: Steps = 5,
     dtype: Dtype = "bfloat16",
     device: Device = "cuda",
-    timeout_seconds: Limit = 120.0,
+    timeout_seconds: CollectiveTimeout = 120.0,
     csv_path: CsvPath = None,
     json_path: JsonPath = None,
 ) -> None:
@@ -116,7 +116,7 @@ def pipeline_command(
             raise ValueError(f"model must be among {list(MODELS)}, got {model!r}")
         sizes = replace(MODELS[model], layers=layers or MODELS[model].layers)
     with refusals(), joined(device, timeout_seconds) as job:
-        report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path, None)
+        report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path)
         shape = Shape(batch * sequence, sizes.vocab_size, sizes.dim)
         inputs = make_inputs("zipf", shape, dtype=getattr(torch, dtype), device=job.device)
         about = {"model": model, "stages": job.size, "logits": logits, **inputs.description}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from cce_dist.bench.methods import METHODS
+
 
 class Look(NamedTuple):
     colour: str
@@ -11,7 +13,7 @@ class Look(NamedTuple):
     marker: str = "o"
 
 
-OURS = ("exact", "in_forward", "filtered", "screened")
+OURS = [method.name for method in METHODS.values() if method.is_ours]
 
 _LOOKS = {
     "dense": Look("#808080", marker="s"),

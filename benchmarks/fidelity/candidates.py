@@ -12,7 +12,7 @@ import torch
 from cce_dist import Filter, LinearCrossEntropy, Screen, VocabShard
 from cce_dist.algorithm.plan import plan_of
 from cce_dist.backends.triton.launch.tiles import why_not
-from cce_dist.bench.golden import LossFunction, dense_loss
+from cce_dist.bench.golden import LossFunction
 from cce_dist.bench.inputs import BenchInputs
 from cce_dist.bench.methods import METHODS as LOSSES
 from cce_dist.bench.rank_methods import Setup
@@ -36,13 +36,9 @@ def build_loss(
     backend: Backend = "auto",
 ) -> LossFunction:
     """Returns the loss of one of METHODS; with `screen` a screened one says what was screened."""
-    if name == "dense":
-        return dense_loss
-    if name in APPLE:
-        return LOSSES[name].build(Setup())
-    ours = functools.partial(LinearCrossEntropy, backend=backend)
     if name not in OVER_MASS:
-        return ours(gradient=name)  # pyright: ignore[reportArgumentType]
+        return LOSSES[name].build(Setup(backend))
+    ours = functools.partial(LinearCrossEntropy, backend=backend)
     rule = Filter(keep=keep, tail=name != NO_TAIL)
     if name != SCREENED:
         return ours(filter=rule)

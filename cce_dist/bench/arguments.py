@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from zipfile import is_zipfile
@@ -34,11 +35,6 @@ RecordPath = Annotated[
     typer.Option(
         "--record", help="A .json of docs/notebook/data/evidence/: write the rows here as evidence."
     ),
-]
-Title = Annotated[str, typer.Option(help="The record's title. [sizes and device]")]
-Captured = Annotated[
-    list[str],
-    typer.Option("--inputs", help="A file that `bench capture` wrote; may be repeated."),
 ]
 Inputs = Annotated[
     Names,
@@ -138,22 +134,11 @@ def cases_of(
     ignored_fraction: float = 0.0,
     softcap: float | None = None,
 ) -> list[Callable[[], BenchInputs]]:
-    return [
-        case_of(kind, parsed, dtype, device, ignored_fraction, softcap)
-        for kind in inputs or ["zipf"]
-        for parsed in shapes_of(kind, shape, tokens, vocab, dim)
-    ]
+    """Returns functions that make the inputs, each for a kind and a shape.
 
-
-def case_of(
-    kind: str,
-    shape: Shape,
-    dtype: str,
-    device: str,
-    ignored_fraction: float = 0.0,
-    softcap: float | None = None,
-) -> Callable[[], BenchInputs]:
-    """Returns a function that makes the inputs; the arguments are checked now."""
+    Raises:
+        ValueError: an argument is wrong; this is checked now.
+    """
     import torch
 
     from .inputs import KINDS, make_inputs
@@ -167,17 +152,21 @@ def case_of(
         raise ValueError(f"device must name a torch device, got {device!r}: {error}") from None
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device must be cpu where torch finds no GPU, got {device!r}")
-    if kind not in KINDS and not Path(kind).is_file():
-        raise ValueError(f"inputs must be one of {sorted(KINDS)} or a file, got {kind!r}")
-    if not (shape.vocab_size if kind in KINDS else is_zipfile(kind)):
-        raise ValueError(f"inputs must be a file of `cce-dist bench capture`, got {kind!r}")
     LossOptions(softcap=softcap)  # refuses other values
 
-    def make() -> BenchInputs:
-        inputs = make_inputs(kind, shape, dtype=wanted, device=where).ignoring(ignored_fraction)
-        return replace(inputs, softcap=softcap)
+    def make(kind: str, shape: Shape) -> BenchInputs:
+        case = make_inputs(kind, shape, dtype=wanted, device=where).ignoring(ignored_fraction)
+        return replace(case, softcap=softcap)
 
-    return make
+    cases = []
+    for kind in inputs or ["zipf"]:
+        if kind not in KINDS and not Path(kind).is_file():
+            raise ValueError(f"inputs must be one of {sorted(KINDS)} or a file, got {kind!r}")
+        if not (vocab if kind in KINDS else is_zipfile(kind)):
+            raise ValueError(f"inputs must be a file of `cce-dist bench capture`, got {kind!r}")
+        for parsed in shapes_of(kind, shape, tokens, vocab, dim):
+            cases.append(partial(make, kind, parsed))
+    return cases
 
 
 def machine_of(

@@ -29,9 +29,6 @@ KINDS = ("gaussian", "zipf", "zipf-shuffled", "zipf-interleaved")
 # Number of ranks that "zipf-interleaved" deals the vocabulary out to.
 DEALT_TO = 4
 IGNORE_INDEX = -100
-# Kinds of outlier channels; their size over other channels, and their share of all channels.
-OUTLIERS = ("alike", "varying")
-OUTLIER_SIZE, OUTLIER_SHARE = 30, 1 / 24
 
 # Constants of `zipf_tensors`, whose softmax stands in for a trained model's.
 ROWS_PER_CONTEXT = 16
@@ -133,34 +130,6 @@ class BenchInputs:
         targets = self.targets.clone()
         targets[chosen] = IGNORE_INDEX
         return replace(self, targets=targets)
-
-    def with_outliers(self, kind: str) -> BenchInputs:
-        """Returns inputs with outlier channels, as trained models have them.
-
-        Some channels of hidden become far larger, and the weight's channels as much smaller.
-
-        Args:
-            kind: "alike" adds the same value at all tokens; "varying" multiplies the channel.
-        Raises:
-            ValueError: `kind` is neither.
-        """
-        if kind not in OUTLIERS:
-            raise ValueError(f"outliers must be one of {list(OUTLIERS)}, got {kind!r}")
-        hidden, weight = (x.to(torch.float32, copy=True) for x in (self.hidden, self.weight))
-        some = slice(0, math.ceil(hidden.shape[1] * OUTLIER_SHARE))
-        if kind == "alike":
-            hidden[:, some] += OUTLIER_SIZE * hidden.std()
-        else:
-            hidden[:, some] *= OUTLIER_SIZE
-        weight[:, some] /= OUTLIER_SIZE
-        hidden, weight = hidden.to(self.hidden.dtype), weight.to(self.weight.dtype)
-        return replace(self, kind=f"{self.kind}, outliers {kind}", hidden=hidden, weight=weight)
-
-    def times(self, factor: float) -> BenchInputs:
-        """Returns inputs whose hidden states, and so logits, are `factor` times as large."""
-        if factor == 1:
-            return self
-        return replace(self, kind=f"{self.kind} x {factor:g}", hidden=self.hidden * factor)
 
 
 def make_inputs(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cce_dist import LinearCrossEntropy, LossOutput
-from cce_dist.options import Backend, LossOptions, Stat
+from cce_dist.options import Backend, LossOptions
 
 from .golden import (
     GRADIENT_ERRORS,
@@ -136,33 +136,31 @@ def bench_loss(
         return rows
 
 
-def mean_tail_mass(inputs: BenchInputs, options: LossOptions) -> float:
-    """Returns the mean mass, over tokens not ignored, whose gradient the filter approximates."""
-    tail_mass = _stats(inputs, options, "tail_mass").tail_mass
-    assert tail_mass is not None
-    return float(tail_mass.sum()) / max(inputs.num_valid, 1)
-
-
-def was_screened(inputs: BenchInputs, options: LossOptions) -> bool:
-    """Tells whether 8 bits were enough."""
-    screened = _stats(inputs, options, "screened").screened
-    assert screened is not None
-    return bool(screened.all())
-
-
 @torch.no_grad()
-def _stats(inputs: BenchInputs, options: LossOptions, stat: Stat) -> LossOutput:
+def filter_cells(inputs: BenchInputs, options: LossOptions) -> dict[str, float | str]:
+    """Returns the cells that say what the filter of a loss with these options did.
+
+    Returns:
+        tail_mass: the mean mass, over tokens not ignored, whose gradient the filter approximates.
+        screened: with screened logits, whether 8 bits were enough.
+    """
+    screens = options.logits == "screened"
     loss = LinearCrossEntropy(
         softcap=options.softcap,
         filter=options.filter,
         logits=options.logits,
         screen=options.screen,
         backend=options.backend,
-        stats=(stat,),
+        stats=("tail_mass", "screened") if screens else ("tail_mass",),
     )
     out = loss(inputs.hidden, inputs.weight, inputs.targets)
-    assert isinstance(out, LossOutput)
-    return out
+    assert isinstance(out, LossOutput) and out.tail_mass is not None
+    cells: dict[str, float | str] = {
+        "tail_mass": float(out.tail_mass.sum()) / max(inputs.num_valid, 1)
+    }
+    if out.screened is not None:
+        cells["screened"] = "yes" if bool(out.screened.all()) else "no"
+    return cells
 
 
 def _time_floors(inputs: BenchInputs, settings: Settings, timer: Timer) -> list[Trial]:
@@ -199,9 +197,7 @@ def _measure(
     assert trial.method is not None
     function = trial.method.build(Setup(settings.backend, inputs.softcap))
     if isinstance(function, LinearCrossEntropy) and function.options.filters:
-        trial.cells["tail_mass"] = mean_tail_mass(inputs, function.options)
-        if function.options.logits == "screened":
-            trial.cells["screened"] = "yes" if was_screened(inputs, function.options) else "no"
+        trial.cells |= filter_cells(inputs, function.options)
     if settings.compact and not trial.method.is_ours:
         function = compacting(function)
     trial.cells |= errors(gradients(function, inputs), golden)
@@ -291,22 +287,18 @@ def measure_all(
     settings: Settings,
     report: Report,
     failed: Mapping[str, str],
-    *,
-    labels: Mapping[str, str] | None = None,
 ) -> None:
     """Measures all methods on each case, and shows and writes the rows.
 
     Args:
         cases: functions that make the inputs, each called when its turn comes: together the inputs
             would not fit.
-        labels: further columns, the same in every row.
     """
     for make in cases:
         inputs = make()
-        description = {**(labels or {}), **inputs.description}
 
-        def save(rows: list[Cells], description: Mapping[str, str | int] = description) -> None:
-            report.add(description, rows)
+        def save(rows: list[Cells], inputs: BenchInputs = inputs) -> None:
+            report.add(inputs.description, rows)
             report.say(_progress(rows[-1]))
 
         bench_loss(inputs, methods, settings, save=save, failed=failed)

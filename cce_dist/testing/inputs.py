@@ -103,6 +103,9 @@ def zipf_inputs(
     The log-frequency of a token lies along one direction that all hidden states share; each
     context, shared by 16 tokens, lifts a few frequent candidates by 8 + offset, 8/2, 8/3, ...
     nats. Targets are drawn from the softmax.
+
+    The benchmarks' inputs are not these: they fit the logits of 8 or more candidates exactly, which
+    at a test's small dim would make all logits twice as large.
     """
     shape = _shape(tokens)
     num_tokens = math.prod(shape)

@@ -25,7 +25,8 @@ from benchmarks.fidelity.tenths import compare, compare_groups, groups_of, produ
 from cce_dist import Filter, LinearCrossEntropy
 from cce_dist.bench.golden import dense_loss, golden_gradients, gradients
 from cce_dist.bench.inputs import BenchInputs, Shape, make_inputs
-from cce_dist.bench.peers import PEERS
+from cce_dist.bench.methods import METHODS as REGISTRY
+from cce_dist.bench.methods import Method
 from cce_dist.cli.main import app
 
 V = 400
@@ -184,8 +185,9 @@ def test_bench_fidelity_of_methods_that_may_fail(monkeypatch: pytest.MonkeyPatch
             raise RuntimeError("no room")
         return dense_loss(hidden, weight, targets)
 
-    monkeypatch.setitem(PEERS, "cce", lambda: dense_loss)
-    monkeypatch.setitem(PEERS, "cce-kahan-full-c", lambda: second)
+    for name, loss in (("cce", dense_loss), ("cce-kahan-full-c", second)):
+        stand_in = Method(name, "peer", lambda setup, loss=loss: loss)
+        monkeypatch.setitem(REGISTRY, name, stand_in)
     inputs = skewed(150)
     names = ["screened", "cce", "cce-kahan-full-c"]
     candidates = candidates_of(names, inputs, [0.25], "torch")
