@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ import megatron_patch
 from cce_dist import Filter, Screen
 from cce_dist.testing import check_promise
 from megatron_patch import PatchError, head
-from megatron_patch.pipeline import stages as pipeline
+from megatron_patch.options import PatchOptions
 from tests.megatron.megatron_head import dense, head_loss, inputs, make_model, whole
 from tests.megatron.megatron_jobs import build, forward_step, make_config, microbatch, wrap
 from tests.megatron.megatron_setup import BATCH, SEQUENCE, Setup, megatron
@@ -37,11 +38,13 @@ def filtering() -> Iterator[None]:
         "filter": Filter(keep=2.5, draw=False),
         "screen": Screen(max_kept=1.0),
     }
+    loss = PatchOptions.loss.fget
+    assert loss is not None
     with (
         mock.patch.object(
             head, "linear_cross_entropy", functools.partial(head.linear_cross_entropy, **how)
         ),
-        mock.patch.object(pipeline, "LossOptions", functools.partial(pipeline.LossOptions, **how)),
+        mock.patch.object(PatchOptions, "loss", property(lambda self: replace(loss(self), **how))),
     ):
         yield
 

@@ -45,7 +45,8 @@ JOBS = {
     "mtp_fusion": Setup(tp=2, mtp=True, fusion=True, tied=True, sequence_parallel=True),
     "experts": Setup(tp=2, experts=True, sequence_parallel=True),
     "recompute": Setup(tp=2, recompute=True),
-    "frozen_head": Setup(tp=2, frozen_head=True),
+    # The layers below the head learn more slowly.
+    "frozen_head": Setup(tp=2, frozen_head=True, steps=20),
     "per_token": Setup(tp=2, per_token=True),
     "pipeline": Setup(**PIPELINE),
     "pipeline_tied": Setup(**PIPELINE, tied=True, fusion=True),
