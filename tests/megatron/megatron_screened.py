@@ -38,8 +38,7 @@ def filtering() -> Iterator[None]:
         "filter": Filter(keep=2.5, draw=False),
         "screen": Screen(max_kept=1.0),
     }
-    loss = PatchOptions.loss.fget
-    assert loss is not None
+    loss = PatchOptions.loss.func
     with (
         mock.patch.object(
             head, "linear_cross_entropy", functools.partial(head.linear_cross_entropy, **how)
