@@ -27,7 +27,7 @@ from tests.support.torchrun import is_running, read_losses, run_forked_training,
 # A job starts processes that import torch; see tests/train/test_train_job.py.
 pytestmark = pytest.mark.timeout(180)
 
-STEPS, EVERY = 6, 4
+STEPS, EVERY = 10, 6
 TIMEOUT_S = 8.0
 SPREAD = {"vocab_over_pipeline": True}
 PLANNED = {"schedule": "vocab_1f1b", **SPREAD}
