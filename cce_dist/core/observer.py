@@ -41,6 +41,8 @@ class Observer(Protocol):
         ...
 
 
+# Classes whose objects are the same for an observer only if they are one object: groups of ranks.
+same_by_identity: list[type] = []
 observer: ContextVar[Observer | None] = ContextVar("cce_dist_observer", default=None)
 
 

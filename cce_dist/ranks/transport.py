@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist.core.observer import observed
+from cce_dist.core.observer import observed, same_by_identity
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     Group: TypeAlias = "ProcessGroup | RankGroup"
+
+if dist.is_available():
+    same_by_identity.append(dist.ProcessGroup)
 
 
 @runtime_checkable

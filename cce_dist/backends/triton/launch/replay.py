@@ -15,7 +15,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _python_dispatch as dispatch
 
@@ -23,7 +22,7 @@ from cce_dist.backends.protocol import ColumnFilter, Room
 from cce_dist.backends.triton.launch.recording import Recorder, Unrecordable, Watch
 from cce_dist.backends.triton.launch.start import is_compiling_only
 from cce_dist.backends.triton.launch.steps import Recording, names_of
-from cce_dist.core.observer import observer
+from cce_dist.core.observer import observer, same_by_identity
 from cce_dist.core.types import Wanted
 from cce_dist.options import Screen
 from cce_dist.vocab_shard import VocabShard
@@ -136,7 +135,7 @@ def _describe(values: tuple[Any, ...], parts: list[Any], inputs: list[Tensor]) -
                 return False
             inputs.append(value)
             parts.append((value.shape, value.stride(), value.dtype, value.device))
-        elif _is_group(value):
+        elif isinstance(value, tuple(same_by_identity)):
             parts.append(value)
         else:
             parts.append(value.func if kind is functools.partial else kind)
@@ -144,10 +143,6 @@ def _describe(values: tuple[Any, ...], parts: list[Any], inputs: list[Tensor]) -
             if get is None or not _describe(get(value), parts, inputs):
                 return False
     return True
-
-
-def _is_group(value: object) -> bool:
-    return dist.is_available() and isinstance(value, dist.ProcessGroup)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ import triton
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cce_dist.backends.triton.launch.loading import load_one_at_a_time
-from cce_dist.core.observer import Observer, observer
+from cce_dist.core.observer import Arguments, Observer, observer
 
 # The kernels that the current `compile_only` compiles; None: kernels are started.
 _compiled: ContextVar[list[Any] | None] = ContextVar("cce_dist_compiled", default=None)
@@ -45,9 +45,9 @@ def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 
 def _recorded(
-    launch: Callable[..., Any], kernel: Any, grid: tuple[int, ...], recorder: Observer
-) -> Callable[..., Any]:
-    def launch_and_note(*args: Any, **named: Any) -> Any:
+    launch: Callable[Arguments, Any], kernel: Any, grid: tuple[int, ...], recorder: Observer
+) -> Callable[Arguments, Any]:
+    def launch_and_note(*args: Arguments.args, **named: Arguments.kwargs) -> Any:
         # Triton's interpreter may compute by torch's operators, which are no steps.
         with _disable_current_modes():
             compiled = launch(*args, **named)
