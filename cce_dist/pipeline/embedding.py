@@ -194,7 +194,10 @@ class TiedEmbedding(nn.Module):
     def finish_all(self, *, backward: bool) -> None:
         """Calls `give`, or `drop`, for every microbatch of a step, and `finish_step`."""
         for index in range(len(self._microbatches)):
-            self.give(index) if backward else self.drop(index)
+            if backward:
+                self.give(index)
+            else:
+                self.drop(index)
         self.finish_step()
 
     def finish_step(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -154,6 +156,28 @@ def test_a_recording_keeps_no_tensor() -> None:
     del tensors, results
     gc.collect()
     assert recordings() and all(ref() is None for ref in kept)
+
+
+def test_a_played_calls_results_are_no_views() -> None:
+    function = Replayed(lambda x: (torch.empty(3, 4).copy_(x), torch.empty_strided((3, 4), (1, 3))))
+    for _ in range(4):
+        matrix, transposed = function(torch.ones(3, 4))
+    assert isinstance(next(iter(function.kinds.values())), Recording)
+    assert matrix._base is None and torch.equal(matrix, torch.ones(3, 4))
+    assert transposed.stride() == (1, 3)
+
+
+# A process of its own: others have imported the compiler.
+def test_a_recording_imports_no_compiler() -> None:
+    code = """
+import sys, torch
+from cce_dist.backends.triton.launch.replay import Replayed
+function = Replayed(lambda x: torch.empty_like(x).copy_(x) + 1)
+for _ in range(3):
+    function(torch.zeros(2))
+assert function.kinds and "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_kinds_are_few() -> None:

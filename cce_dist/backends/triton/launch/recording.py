@@ -126,8 +126,11 @@ class Recorder:
         storage, number, now = tensor.untyped_storage(), len(self.memory), len(self.steps)
         self._identities.append(StorageWeakRef(storage))
         self._number_of[storage._cdata] = number
-        num_bytes = storage.nbytes()
-        allocation = Allocation(number, num_bytes, tensor.dtype) if allocate else None
+        num_bytes, allocation = storage.nbytes(), None
+        if allocate:
+            whole = tensor.is_contiguous() and tensor.nbytes == num_bytes
+            shape = tuple(tensor.shape) if whole else (num_bytes // tensor.element_size(),)
+            allocation = Allocation(number, shape, tensor.dtype)
         self.memory.append(_Memory(now, num_bytes, allocation, now))
         return number
 
@@ -324,6 +327,11 @@ class Watch(TorchDispatchMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import its compiler for this, which takes seconds.
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -77,7 +77,8 @@ class Play:
         if base is None:
             base, offset = self.pool, offset + self.addresses[number] - self.pool.data_ptr()
         if base.dtype != dtype:
-            base = base.view(dtype)
+            # Flat, a memory has any dtype; an input keeps its strides.
+            base = (base.flatten() if base.is_contiguous() else base).view(dtype)
         # An input may begin anywhere in its storage; addresses are relative to it.
         start = base.storage_offset() + offset // dtype.itemsize
         if base.shape == shape and base.stride() == stride and base.storage_offset() == start:
@@ -93,13 +94,12 @@ class Allocation(NamedTuple):
     """An allocation of one memory."""
 
     number: int
-    num_bytes: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
     def run(self, play: Play) -> None:
-        size = self.num_bytes // self.dtype.itemsize
-        base = play.bases[self.number] = torch.empty(size, dtype=self.dtype, device=play.device)
-        play.addresses[self.number] = base.data_ptr()
+        new = torch.empty(self.shape, dtype=self.dtype, device=play.device)
+        play.bases[self.number], play.addresses[self.number] = new, new.data_ptr()
 
 
 class Release(NamedTuple):
