@@ -10,6 +10,7 @@ which costs a fraction of the time in which the call itself prepares them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ from cce_dist.backends.triton.launch.steps import (
     names_of,
 )
 from cce_dist.backends.triton.launch.tiles import interpreted
+from cce_dist.core.observer import Arguments
 
 aten = torch.ops.aten
 _ALLOCATIONS = {
@@ -64,6 +66,21 @@ class _Memory:
 
 class Unrecordable(Exception):
     """The call does something that a recording cannot repeat."""
+
+
+def _noted(record: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Lets a step that cannot be recorded end the recording, and not the call."""
+
+    @functools.wraps(record)
+    def note(*args: Arguments.args, **named: Arguments.kwargs) -> None:
+        recorder: Any = args[0]
+        if recorder.flaw is None:
+            try:
+                record(*args, **named)
+            except Unrecordable as reason:
+                recorder.flaw = str(reason)
+
+    return note
 
 
 @dataclass
@@ -123,6 +140,8 @@ class Recorder:
 
     def _add(self, tensor: Tensor, allocate: bool) -> int:
         """Adds the memory of a new tensor, and returns its number."""
+        if tensor.device != self.inputs[0].device:
+            raise Unrecordable(f"the call has memory on {tensor.device}, too")
         storage, number, now = tensor.untyped_storage(), len(self.memory), len(self.steps)
         self._identities.append(StorageWeakRef(storage))
         self._number_of[storage._cdata] = number
@@ -134,17 +153,8 @@ class Recorder:
         self.memory.append(_Memory(now, num_bytes, allocation, now))
         return number
 
+    @_noted
     def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        args: tuple[Any, ...],
-        named: dict[str, Any],
-        compiled: Any,
-    ) -> None:
-        note(self, lambda: self._launch(kernel, grid, args, named, compiled))
-
-    def _launch(
         self,
         kernel: Any,
         grid: tuple[int, ...],
@@ -177,6 +187,7 @@ class Recorder:
             )
         )
 
+    @_noted
     def operator(self, function: Any, args: Any, named: dict[str, Any], result: Any) -> None:
         """Records an operator of torch, unless it only makes a view."""
         if not _WAIT.isdisjoint(function.tags):
@@ -235,14 +246,17 @@ class Recorder:
         with _disable_current_modes():
             result = function(*args, **named)
 
-        def record() -> None:
-            if result is not None:
-                raise Unrecordable("a collective does not wait")
-            places = self._with_places(args), self._with_places(named)
-            self.steps.append(Operator(function, *places, [], True, self._side))
-
-        note(self, record)
+        self._collective(function, args, named, result)
         return result
+
+    @_noted
+    def _collective(
+        self, function: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any
+    ) -> None:
+        if result is not None:
+            raise Unrecordable("a collective does not wait")
+        places = self._with_places(args), self._with_places(named)
+        self.steps.append(Operator(function, *places, [], True, self._side))
 
     def finish(self, result: Any) -> Recording:
         """Returns the recording of a call with this result.
@@ -335,17 +349,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        note(self.recorder, lambda: self.recorder.operator(func, args, kwargs or {}, result))
+        self.recorder.operator(func, args, kwargs or {}, result)
         return result
-
-
-def note(recorder: Recorder, record: Callable[[], object]) -> None:
-    """Records a step; a step that cannot be recorded ends the recording, and not the call."""
-    if recorder.flaw is None:
-        try:
-            record()
-        except Unrecordable as reason:
-            recorder.flaw = str(reason)
 
 
 def _tensors(value: Any) -> list[Tensor]:
