@@ -100,6 +100,26 @@ class Groups:
     threshold: float  # as of `ColumnFilter`
     by_largest: bool
 
+    @property
+    def rows(self) -> int:
+        """The rows of the weight in a tile of one group."""
+        return self.tiles.columns // self.groups
+
+    @property
+    def num_states(self) -> int:
+        """The tokens of all programs' splits, each of which has a state."""
+        return self.programs * self.groups * TOKEN_BLOCK
+
+    def descriptors(self, hidden: Tensor, weight: Tensor) -> tuple[Any, Any]:
+        """Returns descriptors of both operands for the tiles of one group."""
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        def describe(matrix: Tensor, rows: int) -> Any:
+            tile = [rows, self.tiles.dims]
+            return TensorDescriptor.from_tensor(matrix, tile, layout_of(*tile, weight.dtype))
+
+        return describe(hidden, TOKEN_BLOCK), describe(weight, self.rows)
+
 
 def launch_forward(
     hidden: Tensor,
@@ -123,17 +143,11 @@ def launch_forward(
         shape: [3] int32: see `forward_kernel`.
         number: of the launch.
     """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from cce_dist.backends.triton.kernels.forward.hopper import hopper_forward_kernel
 
     mass, tiles = buffers.mass, grouping.tiles
-    size = grouping.programs * grouping.groups * TOKEN_BLOCK
-    rows = tiles.columns // grouping.groups
-    hidden_tile, weight_tile = [TOKEN_BLOCK, tiles.dims], [rows, tiles.dims]
     start(hopper_forward_kernel, (grouping.programs,))(
-        TensorDescriptor.from_tensor(hidden, hidden_tile, layout_of(*hidden_tile, weight.dtype)),
-        TensorDescriptor.from_tensor(weight, weight_tile, layout_of(*weight_tile, weight.dtype)),
+        *grouping.descriptors(hidden, weight),
         count if head.bias is None else head.bias,
         count if eight is None else eight.of_columns,
         count if eight is None else eight.of_tokens,
@@ -143,7 +157,7 @@ def launch_forward(
         buffers.split_states,
         count if mass is None else mass,
         number,
-        size,
+        grouping.num_states,
         hidden.shape[0],
         weight.shape[0],
         weight.shape[1],
@@ -151,7 +165,7 @@ def launch_forward(
         head.softcap or 1.0,
         grouping.threshold,
         BLOCK_N=TOKEN_BLOCK,
-        ROWS=rows,
+        ROWS=grouping.rows,
         BLOCK_D=tiles.dims,
         STAGES=tiles.stages,
         HAS_BIAS=head.bias is not None,

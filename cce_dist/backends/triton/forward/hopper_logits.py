@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cce_dist.backends.triton.filter.kept_logits import Region
-from cce_dist.backends.triton.forward.hopper import Groups, layout_of
+from cce_dist.backends.triton.forward.hopper import Groups
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.core.types import Head
 from cce_dist.options import TOKEN_BLOCK
@@ -38,16 +38,11 @@ def launch_logits(
         shape: [3] int32: see `forward_kernel`.
         number: of the launch.
     """
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from cce_dist.backends.triton.kernels.forward.hopper_logits import hopper_logits_kernel
 
     tiles = grouping.tiles
-    rows = tiles.columns // grouping.groups
-    hidden_tile, weight_tile = [TOKEN_BLOCK, tiles.dims], [rows, tiles.dims]
     start(hopper_logits_kernel, (grouping.programs,))(
-        TensorDescriptor.from_tensor(hidden, hidden_tile, layout_of(*hidden_tile, weight.dtype)),
-        TensorDescriptor.from_tensor(weight, weight_tile, layout_of(*weight_tile, weight.dtype)),
+        *grouping.descriptors(hidden, weight),
         count if head.bias is None else head.bias,
         count,
         shape,
@@ -56,14 +51,14 @@ def launch_logits(
         region.as_logits(),
         region.ref,
         number,
-        grouping.programs * grouping.groups * TOKEN_BLOCK,
+        grouping.num_states,
         hidden.shape[0],
         weight.shape[0],
         weight.shape[1],
         head.logit_scale,
         head.softcap or 1.0,
         BLOCK_N=TOKEN_BLOCK,
-        ROWS=rows,
+        ROWS=grouping.rows,
         BLOCK_D=tiles.dims,
         STAGES=tiles.stages,
         HAS_BIAS=head.bias is not None,
