@@ -74,6 +74,7 @@ print("compiled")
 @pytest.mark.skipif(
     forward_hopper.why_no_gluon() is not None, reason=str(forward_hopper.why_no_gluon())
 )
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("operands", ["bf16", "i8"])
 def test_hopper_forward_compiles_without_a_gpu(operands: str, tmp_path: Path) -> None:
     env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
