@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cce_dist import Filter, Screen, StepQuantizer, linear_cross_entropy
+from cce_dist.backends.triton.launch.replay import Replayed
 from cce_dist.backends.triton.screened import quantize as screened_quantize
 from cce_dist.backends.triton.screened import steps as screened_steps
 from cce_dist.testing import zipf_inputs
@@ -35,7 +36,10 @@ OTHER = 0.8 * INPUTS.hidden.flip(0)
 
 @contextmanager
 def copies_made() -> Iterator[list[Any]]:
-    """Weak references to all 8-bit copies of a weight that are made."""
+    """Weak references to all 8-bit copies of a weight that are made.
+
+    Nothing is recorded meanwhile: a call that plays a recording calls neither function.
+    """
     made = []
     weight, both = screened_quantize.quantize_weight, screened_steps.quantize_both
 
@@ -49,7 +53,11 @@ def copies_made() -> Iterator[list[Any]]:
         made.append(weakref.ref(rows))
         return rows, *others
 
+    def call(self: Replayed, *args: Any) -> Any:
+        return self.function(*args)
+
     with (
+        mock.patch.object(Replayed, "__call__", call),
         mock.patch.object(screened_quantize, "quantize_weight", of_weight),
         mock.patch.object(screened_steps, "quantize_both", of_both),
     ):
@@ -118,6 +126,15 @@ def test_a_weight_that_is_seen_to_change_is_quantised_again() -> None:
             other.mul_(0.5)
             check_close(lse_of(other, quantizer), lse_of(other, None))
             assert len(made) == 2
+
+
+def test_played_calls_take_the_copy_of_their_step() -> None:
+    weight, quantizer = INPUTS.weight.clone(), StepQuantizer()
+    for _ in range(4):
+        with quantizer.step():
+            for hidden in (INPUTS.hidden, OTHER, INPUTS.hidden):
+                check_close(lse_of(weight, quantizer, hidden), lse_of(weight, None, hidden))
+        weight.data.mul_(0.8)
 
 
 def test_what_does_not_count_leaves_no_trace() -> None:
