@@ -1,0 +1,164 @@
+"""Deferred logits: a patched head returns them, the loss reads them, and the first other read
+computes them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from cce_dist.integrations.errors import PatchError
+from cce_dist.integrations.transformers.expression import DONE, IN_MODEL, Expression, HeadCall
+
+logger = logging.getLogger("cce_dist.integrations")
+
+# Answered by the stand-in itself, which has the logits' shape, dtype and device. FSDP asks for the
+# last three.
+ATTRIBUTES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta")
+ATTRIBUTES += ("is_nested", "is_sparse", "is_quantized", "is_leaf", "_base", "grad_fn")
+METADATA: set[Any] = {
+    *(getattr(Tensor, name).__get__ for name in ATTRIBUTES),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.element_size),
+    *(Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex),
+    torch.numel,
+}
+# What functions of torch make of deferred logits, and the keywords that a handler knows. It
+# returns NotImplemented where its function needs the logits themselves.
+HANDLERS: dict[Any, tuple[Callable[..., Any], frozenset[str]]] = {}
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: Function) -> Function:
+    """Keeps torch.compile out of a function, which it could not trace."""
+    disable: Any = torch.compiler.disable
+    return disable(function)
+
+
+def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a handler of functions of torch."""
+
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        names = frozenset(inspect.signature(handler).parameters)
+        HANDLERS.update(dict.fromkeys(functions, (handler, names)))
+        return handler
+
+    return register
+
+
+class DeferredLogits(Tensor):
+    """Logits that nobody has computed yet: shape, dtype and device are known, memory there is none.
+
+    The model's scale, softcap, slices and reshapes are remembered, and `F.cross_entropy` becomes
+    `linear_cross_entropy`. After the model's forward any other read computes the logits, once.
+    """
+
+    call: HeadCall
+    expression: Expression
+    hooks: list[Any]
+    _logits: Tensor | None
+
+    def __new__(cls, call: HeadCall, expression: Expression, dtype: torch.dtype) -> DeferredLogits:
+        first = expression.products[0]
+        shape = (*first.hidden.shape[:-1], first.weight.shape[0])
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=first.hidden.device)
+        self.call, self.expression, self.hooks, self._logits = call, expression, [], None
+        return self
+
+    def with_expression(self, expression: Expression, dtype: torch.dtype) -> DeferredLogits:
+        result = DeferredLogits(self.call, expression, dtype)
+        result.hooks = self.hooks
+        return result
+
+    @property
+    def is_computed(self) -> bool:
+        return self._logits is not None
+
+    @property
+    def wants_grad(self) -> bool:
+        tensors = [t for x in self.expression.products for t in (x.hidden, x.weight)]
+        tensors += [bias for bias, _ in self.expression.biases]
+        return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+    def materialize(self) -> Tensor:
+        """Returns the logits, [..., V]; computes them at the first call."""
+        if self._logits is None:
+            device, dtype = self.device.type, self.call.dtype
+            with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+                self._logits = self.with_hooks(self.expression.logits(self.dtype))
+        return self._logits
+
+    # A head of tensor parallelism gathers its output. The loss needs no gathering.
+    placements = ()
+
+    def redistribute(self, *args: object, **kwargs: object) -> DeferredLogits:
+        return self
+
+    def to_local(self) -> DeferredLogits:
+        return self
+
+    def with_hooks(self, result: Tensor) -> Tensor:
+        """Moves hooks of the logits' gradient, such as FSDP's, to a result made of the logits."""
+        if result.requires_grad:
+            for hook in self.hooks:
+                result.register_hook(hook)
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        state = "computed" if self.is_computed else "nobody has computed them"
+        return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype}: {state})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _apply(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise PatchError(
+            f"{func} got logits that are not computed, where torch functions are switched off (in "
+            "an autograd Function or a gather of nn.DataParallel): pass outputs.logits.clone()"
+        )
+
+
+@not_compiled
+def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Applies a function of torch to arguments of which some are deferred logits.
+
+    Raises:
+        PatchError: the model's own forward uses an operator that the loss cannot follow.
+    """
+    if func in METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    deferred = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DeferredLogits)]
+    handler, names = HANDLERS.get(func, (None, frozenset()))
+    if handler and kwargs.keys() <= names and not any(x.is_computed for x in deferred):
+        result = handler(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    name = getattr(func, "__name__", str(func))
+    call = deferred[0].call
+    if call.stage is IN_MODEL:
+        raise PatchError(
+            f"{call.model} cannot be patched: its forward applies {name} to its logits, and the "
+            "loss that needs no logits knows scales, softcap, bias, slices of tokens and "
+            "F.cross_entropy; switch the patch off with remove(model)"
+        )
+    # DoRA computes its weight's norm from a product of its own.
+    if call.stage is DONE and name not in call.said and not all(x.is_computed for x in deferred):
+        call.said.add(name)
+        logger.warning(
+            "%s: logits %s are computed, since %s reads them", call.model, deferred[0].shape, name
+        )
+    args, kwargs = pytree.tree_map_only(DeferredLogits, lambda x: x.materialize(), (args, kwargs))
+    return func(*args, **kwargs)

@@ -1,0 +1,225 @@
+"""What torch's functions make of deferred logits: another expression, or the loss.
+
+A handler returns NotImplemented where its function needs the logits themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cce_dist import linear_cross_entropy
+from cce_dist.integrations.transformers.expression import Expression
+from cce_dist.integrations.transformers.logits import DeferredLogits, handles
+
+# pyright takes it for a bool.
+_requires_grad: Any = Tensor.requires_grad
+
+
+def _changed(
+    logits: DeferredLogits, new: Expression | None, dtype: torch.dtype | None = None
+) -> Any:
+    return NotImplemented if new is None else logits.with_expression(new, dtype or logits.dtype)
+
+
+@handles(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul)
+def _multiply(left: Any, right: Any) -> Any:
+    logits, other = (left, right) if isinstance(left, DeferredLogits) else (right, left)
+    if isinstance(other, numbers.Real):
+        return _changed(logits, logits.expression.times(float(other)))
+    if _is_columns(logits, other):
+        return _changed(logits, logits.expression.times_columns(other))
+    return NotImplemented
+
+
+@handles(Tensor.div, Tensor.__truediv__, torch.div)
+def _divide(left: Any, right: Any) -> Any:
+    if isinstance(right, numbers.Real) and right != 0:
+        return _multiply(left, 1 / float(right))
+    return NotImplemented
+
+
+@handles(Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add)
+def _add(left: Any, right: Any) -> Any:
+    logits, other = (left, right) if isinstance(left, DeferredLogits) else (right, left)
+    if _is_columns(logits, other):
+        return _changed(logits, logits.expression.plus_columns(other))
+    if not isinstance(other, DeferredLogits) or other.shape != logits.shape:
+        return NotImplemented
+    dtype = torch.promote_types(logits.dtype, other.dtype)
+    return _changed(logits, logits.expression.plus(other.expression), dtype)
+
+
+@handles(Tensor.sub, Tensor.__sub__, torch.sub)
+def _subtract(left: Any, right: Any) -> Any:
+    # DoRA takes the bias off.
+    return _add(left, -right) if _is_columns(left, right) else NotImplemented
+
+
+@handles(Tensor.tanh, torch.tanh)
+def _tanh(logits: DeferredLogits) -> Any:
+    return _changed(logits, logits.expression.tanh())
+
+
+@handles(Tensor.to)
+def _to(
+    logits: DeferredLogits,
+    *args: Any,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+    non_blocking: bool = False,
+) -> Any:
+    """Changes the dtype, to another float dtype. Logits of another device are not known."""
+    for value in args:
+        if isinstance(value, torch.dtype):
+            dtype = value
+        elif isinstance(value, Tensor):
+            device, dtype = value.device, value.dtype
+        elif isinstance(value, (str, int, torch.device)) and not isinstance(value, bool):
+            device = value
+    stays = device is None or torch.empty(0, device=device).device == logits.device
+    if not stays or not (dtype is None or dtype.is_floating_point):
+        return NotImplemented
+    return _changed(logits, logits.expression, dtype)
+
+
+@handles(Tensor.float)
+def _float(logits: DeferredLogits) -> Any:
+    return _changed(logits, logits.expression, torch.float32)
+
+
+@handles(Tensor.bfloat16)
+def _bfloat16(logits: DeferredLogits) -> Any:
+    return _changed(logits, logits.expression, torch.bfloat16)
+
+
+@handles(Tensor.half)
+def _half(logits: DeferredLogits) -> Any:
+    return _changed(logits, logits.expression, torch.float16)
+
+
+@handles(Tensor.contiguous)
+def _contiguous(logits: DeferredLogits) -> Any:
+    return logits
+
+
+@handles(Tensor.view, Tensor.reshape, torch.reshape)
+def _reshape(logits: DeferredLogits, *shape: Any) -> Any:
+    sizes = list(shape[0]) if shape and isinstance(shape[0], (tuple, list)) else list(shape)
+    # A view by dtype.
+    if not sizes or not all(isinstance(x, int) for x in sizes):
+        return NotImplemented
+    num_classes = logits.shape[-1]
+    if sizes[-1] == -1 and math.prod(sizes[:-1]) * num_classes == logits.numel():
+        sizes[-1] = num_classes
+    if sizes[-1] != num_classes:
+        return NotImplemented
+    return _of_rows(logits, lambda x: x.reshape(*sizes[:-1], x.shape[-1]))
+
+
+@handles(Tensor.flatten, torch.flatten)
+def _flatten(logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    last = logits.dim() - 1
+    if end_dim % logits.dim() == last and start_dim % logits.dim() != last:
+        return NotImplemented
+    return _of_rows(logits, lambda x: x.flatten(start_dim, end_dim))
+
+
+@handles(Tensor.squeeze, torch.squeeze)
+def _squeeze(logits: DeferredLogits, dim: int) -> Any:
+    if dim % logits.dim() == logits.dim() - 1:
+        return NotImplemented
+    return _of_rows(logits, lambda x: x.squeeze(dim))
+
+
+@handles(Tensor.__getitem__)
+def _getitem(logits: DeferredLogits, index: Any) -> Any:
+    """Takes tokens: an index that leaves the vocabulary whole."""
+    indices = index if isinstance(index, tuple) else (index,)
+    num_dims = sum(
+        x.dim() if isinstance(x, Tensor) and x.dtype == torch.bool else 1
+        for x in indices
+        if x is not None and x is not Ellipsis
+    )
+    if any(x is Ellipsis for x in indices) or num_dims == logits.dim():
+        last = indices[-1]
+        whole = isinstance(last, slice) and last in (slice(None), slice(0, None))
+        if last is not Ellipsis and not whole:
+            return NotImplemented
+    return _of_rows(logits, lambda x: x[index])
+
+
+@handles(_requires_grad.__get__)
+def _needs_grad(logits: DeferredLogits) -> bool:
+    return logits.wants_grad
+
+
+@handles(Tensor.register_hook)
+def _register_hook(logits: DeferredLogits, hook: Any) -> None:
+    logits.hooks.append(hook)
+
+
+@handles(F.cross_entropy)
+def _cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: Any = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Computes F.cross_entropy without logits: [] or targets' shape, in the logits' dtype."""
+    is_plain = isinstance(input, DeferredLogits) and not isinstance(target, DeferredLogits)
+    if size_average is not None or reduce is not None or not is_plain:
+        return NotImplemented
+    # One class a token: [N, V] and [N]. Probabilities, and classes in dim 1, are left to torch.
+    if target.dtype.is_floating_point or (input.dim(), target.dim()) != (2, 1):
+        return NotImplemented
+    options = input.call.options
+    gradient = options.gradient
+    if gradient == "in_forward" and reduction == "none":
+        # The forward cannot know the upstream gradients of the tokens.
+        gradient = "filtered"
+    loss: Any = linear_cross_entropy(
+        targets=target,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        class_weight=weight,
+        group=input.call.group,
+        gradient=gradient,
+        filter=options.filter,
+        logits=options.logits,
+        screen=options.screen,
+        backend=options.backend,
+        workspace_bytes=options.workspace_bytes,
+        keep_logits=options.keep_logits,
+        **input.expression.arguments(),
+    )
+    input.call.num_losses += 1
+    # Autocast computes cross_entropy in fp32.
+    in_autocast = torch.is_autocast_enabled(input.device.type)
+    return input.with_hooks(loss if in_autocast else loss.to(input.dtype))
+
+
+def _of_rows(logits: DeferredLogits, change: Callable[[Tensor], Tensor]) -> Any:
+    return _changed(logits, logits.expression.of_rows(change))
+
+
+def _is_columns(logits: Any, value: Any) -> bool:
+    """Tells whether a tensor has one number for each class of deferred logits."""
+    return (
+        isinstance(logits, DeferredLogits)
+        and isinstance(value, Tensor)
+        and not isinstance(value, DeferredLogits)
+        and value.dim() > 0
+        and value.shape[-1] == value.numel() == logits.shape[-1]
+    )

@@ -1,0 +1,190 @@
+"""Switches the loss on and off, for given models or for every model that is made from now on."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from cce_dist import LossOptions
+from cce_dist.integrations.errors import PatchError
+from cce_dist.integrations.transformers.forward import (
+    ATTRIBUTE,
+    Patch,
+    forward_of,
+    patch_of,
+    patched_models,
+    require_linear,
+)
+
+logger = logging.getLogger("cce_dist.integrations")
+
+# What a user sets. The model's own forward decides everything else: scale, softcap, bias, shift,
+# ignored labels, reduction.
+OPTIONS = ("gradient", "filter", "logits", "screen", "backend", "workspace_bytes", "keep_logits")
+
+
+@dataclass(frozen=True)
+class Status:
+    """The patched models of this process.
+
+    Args:
+        options: apply to models that are made from now on; None: such models stay as they are.
+        models: class names of the patched models.
+        refused: models that `apply` left as they are: class name and reason.
+    """
+
+    options: LossOptions | None
+    models: tuple[str, ...]
+    refused: tuple[str, ...] = ()
+
+
+class _State:
+    options: LossOptions | None = None
+    post_init: Any = None
+    refused: ClassVar[set[str]] = set()
+
+
+def patch(model: Any, **options: object) -> Any:
+    """Replaces the loss of a model of transformers, and returns the model.
+
+    With labels and in train() the forward computes its loss by `linear_cross_entropy`; `logits` of
+    its output is an object that computes them when somebody reads them. Without labels, or in
+    eval(), the model is as before.
+
+    Args:
+        model: a PreTrainedModel, or a module that holds one, such as a PeftModel.
+        options: gradient, filter, logits, screen, backend, workspace_bytes and keep_logits of
+            `linear_cross_entropy`.
+    Raises:
+        PatchError: the model has no linear head, or is patched with other options.
+        ValueError: an option is unknown or not allowed.
+    """
+    wanted = _options_of(options)
+    inner = _model_in(model)
+    old = patch_of(inner)
+    if old is not None and old.options != wanted:
+        raise PatchError(
+            f"{type(inner).__name__} is patched with {old.options}, now asked for {wanted}; call "
+            "remove(model) between them"
+        )
+    if old is None:
+        _patch(inner, wanted)
+    return model
+
+
+def apply(**options: object) -> Status:
+    """Patches every model with a linear head that is made from now on. Options: see `patch`.
+
+    Raises:
+        PatchError: another call has applied other options.
+        ValueError: an option is unknown or not allowed.
+    """
+    from transformers import PreTrainedModel
+
+    wanted = _options_of(options)
+    if _State.options is not None:
+        if _State.options != wanted:
+            raise PatchError(
+                f"apply() has been called with {_State.options}, now with {wanted}; call remove() "
+                "between them"
+            )
+        return status()
+    original = _State.post_init = PreTrainedModel.post_init
+    _State.options = wanted
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        original(self)
+        if self.get_output_embeddings() is None or patch_of(self) is not None:
+            return
+        try:
+            _patch(self, wanted)
+        except PatchError as error:
+            _State.refused.add(str(error))
+            logger.warning("%s", error)
+
+    PreTrainedModel.post_init = post_init
+    return status()
+
+
+def remove(model: Any = None) -> None:
+    """Undoes `patch` for a model; without one: for all models, and for models made later."""
+    if model is not None:
+        _restore(_model_in(model))
+        return
+    for each in list(patched_models):
+        _restore(each)
+    if _State.post_init is not None:
+        from transformers import PreTrainedModel
+
+        PreTrainedModel.post_init = _State.post_init
+    _State.post_init = _State.options = None
+    _State.refused.clear()
+
+
+@contextmanager
+def patched(model: Any = None, **options: object) -> Iterator[Status]:
+    """Patches a model, or all that are made, within a context; removes it at its end, also after
+    an exception."""
+    if model is None:
+        apply(**options)
+    else:
+        patch(model, **options)
+    try:
+        yield status()
+    finally:
+        remove(model)
+
+
+def status() -> Status:
+    names = sorted(type(model).__name__ for model in patched_models if patch_of(model) is not None)
+    return Status(_State.options, tuple(names), tuple(sorted(_State.refused)))
+
+
+def _options_of(options: dict[str, object]) -> LossOptions:
+    unknown = sorted(set(options) - set(OPTIONS))
+    if unknown:
+        raise ValueError(
+            f"options must be of {', '.join(OPTIONS)}, got {', '.join(unknown)}: the model "
+            "itself decides everything else"
+        )
+    return LossOptions(**options)  # pyright: ignore[reportArgumentType]
+
+
+def _model_in(module: Any) -> Any:
+    """Returns the outermost PreTrainedModel of a module."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, nn.Module):
+        for each in module.modules():
+            if isinstance(each, PreTrainedModel):
+                return each
+    raise PatchError(
+        f"model must be, or hold, a PreTrainedModel of transformers, got {type(module).__name__}"
+    )
+
+
+def _patch(model: Any, options: LossOptions) -> None:
+    require_linear(type(model).__name__, model.get_output_embeddings())
+    setattr(model, ATTRIBUTE, Patch(options, vars(model).get("forward")))
+    model.forward = types.MethodType(forward_of(type(model)), model)
+    patched_models.add(model)
+
+
+def _restore(model: Any) -> None:
+    old = patch_of(model)
+    if old is None:
+        return
+    if old.forward is None:
+        del model.forward
+    else:
+        model.forward = old.forward
+    delattr(model, ATTRIBUTE)
+    patched_models.discard(model)
