@@ -103,9 +103,9 @@ class Filter:
             backend and number of tokens: see `threshold`.
         tail: replace dropped columns by the product of their marginals. False drops them, as
             Apple's Cut Cross-Entropy does, and starves rare tokens of gradient.
-        draw: with `tail` and `keep`: some dropped columns, drawn in proportion to their mass, stand
-            for all dropped columns in the hidden gradient. It is then right on average, and far
-            closer. False leaves it to the marginals, whose error has a bound.
+        draw: some dropped columns, drawn in proportion to their mass, stand for all of them in the
+            hidden gradient (with `tail` and `keep`). It is then right on average, and far closer.
+            False leaves it to the marginals, whose error has a bound.
         eps: keep a column if any single token's probability reaches `eps`, in place of
             `keep`: the criterion of Cut Cross-Entropy (arXiv:2411.09009, section 4.3).
     Raises:
@@ -169,7 +169,7 @@ class Screen:
         dtype: the dtype of the 8-bit copies: "int8", "e4m3", or "auto" for the better of the two on
             the device: e4m3 on compute capability 10 and 11, int8 elsewhere.
         max_kept: the largest share, in [0, 1], of kept pairs among all pairs of a column and a
-            block of 128 tokens; kept pairs are computed exactly.
+            block of 128 tokens. Kept pairs are computed exactly.
         max_error: nats, a bound of the estimated rms error of a token's log-sum-exp. The estimate
             takes all columns that are not kept to err alike:
             docs/design/screened.md#when-screening-is-refused.
@@ -194,8 +194,17 @@ class Screen:
 class LossOptions:
     """Every option of `linear_cross_entropy` that is neither a tensor nor a process group.
 
-    `cce_dist.loss.linear_cross_entropy` documents each option.
+    `cce_dist.loss.linear_cross_entropy` documents each option and says how they act together.
 
+    Args:
+        softcap: bound of the logits, by softcap * tanh(logits / softcap).
+        logit_scale: factor of the logits, after softcap.
+        label_smoothing: share of the target's weight that all columns get alike.
+        z_loss: factor of the squared log-sum-exp in a token's loss.
+        gradient: which columns the gradients compute, and when.
+        logits: screened computes in 8 bits, and what matters once more in full.
+        backend: what computes; auto is triton on a GPU.
+        workspace_bytes: bound of the logits and their temporaries in memory at once.
     Raises:
         ValueError: a value is out of range, or two options exclude each other.
     """

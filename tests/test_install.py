@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(240)
 ROOT = Path(__file__).parent.parent
 PROBE = Path(__file__).parent / "install_probe.py"
 # All but `test`, whose environment is the one that runs this.
-CHOICES = (CORE, "train", "bench", "mpi", "megatron")
+CHOICES = (CORE, "train", "bench", "mpi", "megatron", "tensorboard")
 # Extras that bring what another brings.
 BRINGS = {"bench": "train"}
 # Without Triton, which torch's CUDA build brings, and without what extras bring.

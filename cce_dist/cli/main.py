@@ -68,7 +68,12 @@ class TrainCommand(TyperCommand):
 
 @app.command(
     cls=TrainCommand,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        # A key takes one line, where the terminal is that wide.
+        "max_content_width": 140,
+    },
 )
 def train(
     context: typer.Context,

@@ -16,6 +16,7 @@ EXTRAS = {
     "pydantic": "train",
     "pydantic_core": "train",
     "rich": CORE,
+    "tensorboard": "tensorboard",
     "tokenizers": "train",
     "torch": CORE,
     "typer": CORE,

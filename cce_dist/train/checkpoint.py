@@ -27,8 +27,9 @@ from .ranks import Ranks
 
 # Keys and sections that may differ between a checkpoint and the run that resumes it: they change
 # neither the loss nor the text. All others must agree. `batch` times dp has a check of its own.
+# "log" is log_every, too.
 FREE = (
-    *("run.name", "run.out", "data.cache", "parallel.", "checkpoint.", "log_every", "batch"),
+    *("run.name", "run.out", "data.cache", "parallel.", "checkpoint.", "log", "batch"),
     *("loss.workspace_mib", "loss.backend"),
 )
 INFO_FILE = "run.json"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from .checkpoint import check_resumable, checkpoint_bytes, newest_checkpoint, re
 from .disk import reason_of, require_space, writing
 from .errors import ConfigError
 from .loop import Job, Run, resume_run, start_run, train
+from .metrics import append_events, open_events
 from .progress import Display
 from .ranks import Ranks, num_ranks
 from .stop import StopRequest
@@ -36,8 +39,15 @@ def run_job(
     """
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     work = partial(_train_and_report, resume=resume, compare_dense=compare_dense)
-    load = partial(load_config, config_path, overrides)
-    return run_watched(lambda: load(num_ranks=num_ranks()), work, _kin)
+    return run_watched(partial(_load, config_path, overrides), work, _kin)
+
+
+def _load(config_path: Path, overrides: Sequence[tuple[str, str]]) -> TrainConfig:
+    config = load_config(config_path, overrides, num_ranks=num_ranks())
+    if config.log == "tensorboard":
+        # Missing, it ends all ranks before they join; `cce_dist.__main__` names its extra.
+        importlib.import_module("tensorboard")
+    return config
 
 
 def _kin(config: TrainConfig, ranks: Ranks) -> int:
@@ -69,6 +79,8 @@ def _train_and_report(
     if run is None:
         return
     evaluation = evaluate(job, run)
+    if run.events is not None:
+        append_events(run.events, config.steps, {"held_out_loss": evaluation.loss})
     dense = None
     if compare_dense:
         # The second run's peak must not include memory of the first run.
@@ -93,6 +105,8 @@ def _trained(job: Job, folder: Path, head: str, resume: bool) -> Run | None:
     run = start_run(job, folder, head)
     start = resume_run(job, run) if resume else 0
     config, ranks, size = job.config, job.ranks, count_parameters(job.config)
+    if config.log == "tensorboard" and ranks.is_main:
+        run = replace(run, events=open_events(folder, start))
     tokens = ranks.dp * config.batch * config.data.sequence_length
     text = (
         f"{run.folder}: head {run.head}, {size.total / 1e6:.2f} M parameters "

@@ -42,6 +42,8 @@ from .ranks import Ranks
 from .stop import StopRequest
 
 if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
     from cce_dist.train.pipeline.step import Pipeline
 
 
@@ -66,6 +68,7 @@ class Run:
         head: "cce", or "dense" for the comparison.
         head_loss: the loss; with a pipeline that of its last stage.
         pipeline: runs the model; None: the run has no pipeline.
+        events: TensorBoard's, on the main rank; None: the run does not log to TensorBoard.
     """
 
     folder: Path
@@ -74,6 +77,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     head_loss: HeadLoss
     pipeline: Pipeline | None = None
+    events: SummaryWriter | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -165,7 +169,7 @@ def train_step(job: Job, run: Run, step: int) -> bool:
             tail_mass=None if out.tail_mass is None else float(out.tail_mass.mean()),
             screened=None if out.screened is None else bool(out.screened.all()),
         )
-        append_metrics(run.folder, record)
+        append_metrics(run.folder, record, run.events)
         job.display.step(record, config.steps, is_log_step)
     return totals.stop
 

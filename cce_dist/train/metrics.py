@@ -1,4 +1,7 @@
-"""metrics.jsonl: one JSON object for each step; an unfinished line does not count."""
+"""metrics.jsonl, one JSON object for each step, and the same numbers as TensorBoard's events.
+
+An unfinished line of metrics.jsonl does not count.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,18 @@ import resource
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .disk import writing
 from .progress import StepRecord
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 METRICS_FILE = "metrics.jsonl"
+EVENTS = "TensorBoard's events"
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -35,10 +42,35 @@ def truncate_metrics(run_dir: Path, step: int) -> None:
         partial.replace(run_dir / METRICS_FILE)
 
 
-def append_metrics(run_dir: Path, record: StepRecord) -> None:
+def append_metrics(run_dir: Path, record: StepRecord, events: SummaryWriter | None = None) -> None:
+    """Appends a step to metrics.jsonl, and to TensorBoard's events if the run has them."""
     values = {key: value for key, value in asdict(record).items() if value is not None}
     with writing(METRICS_FILE, run_dir), (run_dir / METRICS_FILE).open("a") as file:
         file.write(json.dumps(values) + "\n")
+    if events is not None:
+        append_events(events, values.pop("step"), values)
+
+
+def open_events(run_dir: Path, step: int) -> SummaryWriter:
+    """Opens TensorBoard's events of a run that goes on after `step`; later ones are repeated."""
+    # The import takes seconds, and its package may be missing.
+    from torch.utils.tensorboard import SummaryWriter
+
+    with writing(EVENTS, run_dir):
+        return SummaryWriter(str(run_dir), purge_step=step + 1)
+
+
+def append_events(events: SummaryWriter, step: int, values: dict[str, Any]) -> None:
+    """Appends a step's scalars by name; a list gives one for each place."""
+    with writing(EVENTS, Path(events.log_dir)):
+        for name, value in values.items():
+            if isinstance(value, list):
+                for place, each in enumerate(value):
+                    events.add_scalar(f"{name}/{place}", each, step)
+            else:
+                events.add_scalar(name, value, step)
+        # As metrics.jsonl is: what a killed job has logged is on the disk.
+        events.flush()
 
 
 def reset_peak_memory(device: torch.device) -> None:

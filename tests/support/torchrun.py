@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import runpy
@@ -51,6 +52,28 @@ class TrainingJob:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"did not reach step {step} within {timeout} s")
             time.sleep(0.01)
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    """Writes the file of a job that takes moments; its run is FOLDER/run."""
+    config = {
+        "run": {"name": "run", "out": str(folder)},
+        "data": {
+            "paths": [argparse.__file__],
+            "vocab_size": 301,
+            "sequence_length": 16,
+            "cache": str(folder / "cache"),
+        },
+        "model": {"dim": 16, "layers": 2, "heads": 2},
+        "parallel": {"timeout_s": 20},
+        "checkpoint": {"every": 2, "keep": 9},
+        "steps": 6,
+        "batch": 8,
+        **changes,
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -300,27 +302,36 @@ def test_commands_ask_for_the_file(command: list[str]) -> None:
     assert "CONFIG must be given, got only --steps 300" in done.output
 
 
-def leaves(values: dict[str, Any]) -> list[str]:
-    keys = []
+def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found = {}
     for key, value in values.items():
-        keys += [f"{key}.{x}" for x in leaves(value)] if isinstance(value, dict) else [key]
-    return keys
+        inner = leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        found |= {f"{prefix}{key}": value} if inner is None else inner
+    return found
 
 
 def test_train_help_lists_the_keys() -> None:
     said = CliRunner().invoke(app, ["train", "--help"]).output
     for row in (
-        "--run.name [run] text",
+        "--run.name [run] text: folder under run.out",
         "--parallel.tp [1] integer",
         "--loss.gradient [filtered] filtered, exact, in_forward",
-        "--loss.filter.keep [auto] number or auto",
+        "--loss.filter.keep [auto] number or auto: mass in [0, 128] from which a column is kept",
         "--loss.z_loss [0.0] number",
         "--optimizer.betas [[0.9, 0.95]] list",
         "--model.tied [false] flag",
+        "--log [null] tensorboard or null",
     ):
         assert row in " ".join(said.split())
-    keys = dict(describe_keys())
-    assert keys.keys() == {f"--{key}" for key in leaves(TrainConfig().model_dump())}
+    keys, defaults = dict(describe_keys()), leaves(TrainConfig().model_dump(mode="json"))
+    assert keys.keys() == {f"--{key}" for key in defaults}
+    shown = "".join(said.split())
+    for key, default in defaults.items():
+        option, text = f"--{key}", keys[f"--{key}"]
+        assert "".join(f"{option}{text}".split()) in shown
+        written = re.escape(json.dumps(default).replace('"', ""))
+        # The meaning follows, and it is short.
+        assert re.fullmatch(rf"\[{written}\] [\w, ]+: \S.{{5,110}}", text), (option, text)
     # The docs' table explains each key, too; keys in a row may share a prefix.
     table = (CONFIGS.parent.parent / "docs" / "guide" / "training.md").read_text()
     for key in keys:

@@ -30,7 +30,12 @@ from cce_dist.train.disk import require_space, writing
 from cce_dist.train.errors import ConfigError, JobError
 from cce_dist.train.metrics import append_metrics, read_metrics, truncate_metrics
 from cce_dist.train.progress import StepRecord
-from tests.support.torchrun import read_losses, run_command, run_forked_training
+from tests.support.torchrun import (
+    read_losses,
+    run_command,
+    run_forked_training,
+    write_config,
+)
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -41,27 +46,6 @@ NEVER = Path("/sys/cce_dist")
 LONG = 300 * "x"
 # 1.4 times a checkpoint: one fits, and the next does not.
 DISK_BYTES = 2**19
-
-
-def write_config(folder: Path, **changes: Any) -> Path:
-    config = {
-        "run": {"name": "run", "out": str(folder)},
-        "data": {
-            "paths": [argparse.__file__],
-            "vocab_size": 301,
-            "sequence_length": 16,
-            "cache": str(folder / "cache"),
-        },
-        "model": {"dim": 16, "layers": 2, "heads": 2},
-        "parallel": {"timeout_s": 20},
-        "checkpoint": {"every": 2, "keep": 9},
-        "steps": 6,
-        "batch": 8,
-        **changes,
-    }
-    path = folder / "config.json"
-    path.write_text(json.dumps(config))
-    return path
 
 
 def only_message(output: str) -> str:

@@ -159,9 +159,12 @@ def _describe_unknown(key: str) -> str:
 
 
 def describe_keys() -> list[tuple[str, str]]:
-    """Lists each key as an option, with its default and its allowed values."""
+    """Lists each key as an option, with its default, its allowed values and its meaning."""
     return [
-        (f"--{key}", f"[{json.dumps(field['default'])}] {_kind(field)}".replace('"', ""))
+        (
+            f"--{key}",
+            f"[{json.dumps(field['default'])}] {_kind(field)}: {field['meaning']}".replace('"', ""),
+        )
         for key, field in _fields().items()
         if not _reference(field)
     ]
@@ -179,17 +182,27 @@ def _kind(field: dict[str, Any]) -> str:
 
 @cache
 def _fields() -> dict[str, dict[str, Any]]:
-    """Returns the JSON schemas of all keys, sections included, by their dotted names."""
+    """Returns JSON schema and meaning of all keys, sections included, by their dotted names."""
     schema = TrainConfig.model_json_schema()
 
     def walk(section: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        meanings = _meanings(section.get("description", ""))
         for name, field in section["properties"].items():
-            yield prefix + name, field
+            yield prefix + name, {**field, "meaning": meanings.get(name, "")}
             if reference := _reference(field):
                 inner = schema["$defs"][reference.rsplit("/", 1)[-1]]
                 yield from walk(inner, f"{prefix}{name}.")
 
     return dict(walk(schema, ""))
+
+
+def _meanings(docstring: str) -> dict[str, str]:
+    """Returns the first clause of each argument's text in a docstring without indentation."""
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", docstring, re.M)
+    return {
+        name: re.split(r" \(|[.:](?: |$)", " ".join(text.split()), maxsplit=1)[0]
+        for name, text in entries
+    }
 
 
 def _reference(field: dict[str, Any]) -> str | None:

@@ -1,4 +1,7 @@
-"""The configuration of a training run: every key of the YAML file, its bounds and its default."""
+"""The configuration of a training run: every key of the YAML file, its bounds and its default.
+
+`cce-dist train --help` takes a key's meaning from the docstring of its section.
+"""
 
 from __future__ import annotations
 
@@ -54,12 +57,31 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
+    """The run's name and folder.
+
+    Args:
+        name: folder under run.out.
+        seed: seed of the initial weights and of the data order.
+        out: folder of all runs.
+    """
+
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     seed: int = Field(default=0, ge=0, lt=2**31)
     out: SystemPath = Path("runs")
 
 
 class DataConfig(Section):
+    """The text.
+
+    Args:
+        paths: files, folders, JSONL; empty is text of this Python installation.
+        megabytes: stop reading after so many million characters.
+        vocab_size: number of ids; any, whatever parallel.tp is.
+        sequence_length: tokens of a sequence.
+        held_out: share of the text, at its end, that is never trained on.
+        cache: folder of tokenizers and token ids, which every rank sees.
+    """
+
     paths: tuple[SystemPath, ...] = Field(default=(), strict=False)
     megabytes: float = Field(default=40.0, gt=0)
     vocab_size: int = Field(default=16384, ge=MIN_VOCAB_SIZE, le=2**24)
@@ -69,6 +91,15 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
+    """The decoder's size.
+
+    Args:
+        dim: hidden size, a multiple of 2 x heads.
+        layers: number of layers.
+        heads: attention heads of a layer.
+        tied: one parameter for embedding and head.
+    """
+
     dim: Count = 192
     layers: Count = 4
     heads: Count = 3
@@ -85,6 +116,21 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
+    """The ranks' layout; the data-parallel ranks are those that pp and tp leave.
+
+    Args:
+        tp: ranks that share the vocabulary; all is as many as pp leaves.
+        sequence_parallel: each tp rank runs the body on its share of the sequences.
+        fsdp: split parameters, gradients and optimizer state over the dp ranks.
+        pp: ranks of a pipeline.
+        schedule: the pipeline's order of passes.
+        vocab_over_pipeline: the head's rows over all pp x tp ranks.
+        microbatches: microbatches of a step; null is as many as possible.
+        virtual_stages: stages of a rank with looped, interleaved, zero_bubble.
+        layers_per_stage: layers in the order of the forward; null splits them evenly.
+        timeout_s: seconds of a rank's silence that end the job.
+    """
+
     tp: Count = 1
     sequence_parallel: bool = False
     fsdp: bool = False
@@ -139,7 +185,9 @@ def _section_of(options: type, key: str) -> Any:
             keys[name] = _section_of(types[name], f"{key}.{name}"), types[name]()
         elif name not in SET_BY_JOB:
             keys[name] = types[name], field.default
-    return Annotated[create_model(key, __base__=Section, **keys), AfterValidator(make)]
+    section = create_model(key, __base__=Section, **keys)
+    section.__doc__ = str(options.__doc__).replace("workspace_bytes:", "workspace_mib:")
+    return Annotated[section, AfterValidator(make)]
 
 
 def _as_keys(loss: LossOptions) -> dict[str, Any]:
@@ -155,6 +203,17 @@ else:
 
 
 class OptimizerConfig(Section):
+    """AdamW, its learning rates and the limit of its gradients.
+
+    Args:
+        lr: learning rate after the warmup.
+        betas: decay of AdamW's two moments.
+        weight_decay: of matrices; norms do not decay.
+        warmup: steps of linear warmup.
+        schedule: cosine falls to a tenth of lr at the last step.
+        clip: limit of the global gradient norm; null is none.
+    """
+
     lr: float = Field(default=3e-3, gt=0)
     betas: tuple[Share, Share] = Field(default=(0.9, 0.95), strict=False)
     weight_decay: float = Field(default=0.1, ge=0)
@@ -164,11 +223,29 @@ class OptimizerConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """Times and number of checkpoints.
+
+    Args:
+        every: steps between checkpoints; 0 is only at the end and when stopped.
+        keep: number of newest checkpoints that are kept.
+    """
+
     every: Natural = 100
     keep: Count = 2
 
 
 class TrainConfig(Section):
+    """The whole configuration.
+
+    Args:
+        steps: number of steps.
+        batch: sequences that a data-parallel rank takes a step.
+        global_batch: in place of batch, sequences of a step over all data-parallel ranks.
+        dtype: bfloat16 is autocast and a bf16 head, with fp32 master weights.
+        log: tensorboard gets each step's numbers, too, as events in the run's folder.
+        log_every: steps between printed lines and between measurements of the tail mass.
+    """
+
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -178,9 +255,10 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     steps: Count = 200
     batch: Count = 8
-    # Sequences of a step over all data-parallel ranks; load_config computes `batch` from it.
+    # load_config computes `batch` from it.
     global_batch: Count | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
+    log: Literal["tensorboard"] | None = None
     log_every: Count = 10
 
     @model_validator(mode="after")

@@ -215,7 +215,9 @@ def write_report(job: Job, folder: Path, evaluation: Evaluation, dense: Path | N
     lines += ["", f"Curve: loss.png. Every step: metrics.jsonl ({len(records)} lines).", ""]
     text = "\n".join(lines)
     with writing("the report", folder):
-        plot_losses(folder / "loss.png", job.config.run.name, records, dense_records)
+        plot_losses(
+            folder / "loss.png", job.config.run.name, records, dense_records, evaluation.loss
+        )
         (folder / "report.md").write_text(text)
     return text
 
@@ -291,7 +293,10 @@ def _table(rows: Rows) -> list[str]:
     return ["| what | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
 
 
-def plot_losses(path: Path, name: str, records: Records, dense_records: Records) -> None:
+def plot_losses(
+    path: Path, name: str, records: Records, dense_records: Records, held_out: float
+) -> None:
+    """Draws the loss of each step, and as a level the trained model's held-out loss, in nats."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -300,6 +305,7 @@ def plot_losses(path: Path, name: str, records: Records, dense_records: Records)
         if curve:
             steps = [record["step"] for record in curve]
             axes.plot(steps, [record["loss"] for record in curve], style, label=label)
+    axes.axhline(held_out, color="C2", linestyle=":", label="held out, after the last step")
     axes.set(xlabel="step", ylabel="loss, nats per token", title=name)
     axes.grid(alpha=0.3)
     axes.legend()
