@@ -25,6 +25,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {PUBLIC: set()},
     {"planner": set()},
     {"pipeline": {"torch"}},
+    {"integrations": ANY},
     {"train": ANY},
     {"testing": {"torch", "triton", "numpy"}},
     {"doctor": {"torch", "triton", "numpy"}},
@@ -40,6 +41,7 @@ ONLY = {
     "reference": {"options", "vocab_shard"},
     "backends.triton.kernels": set(),
     "planner": {"core.old_names", "options", "vocab_shard"},
+    "integrations": {PUBLIC, "backends", "core"},
     "train": {PUBLIC, "core", "core.old_names", "distributed", "pipeline", "planner"},
     "megatron_patch": {PUBLIC, "pipeline", "planner"},
 }
