@@ -41,7 +41,7 @@ ONLY = {
     "reference": {"options", "vocab_shard"},
     "backends.triton.kernels": set(),
     "planner": {"core.old_names", "options", "vocab_shard"},
-    "integrations": {PUBLIC, "options"},
+    "integrations": {PUBLIC, "options", "backends"},
     "train": {PUBLIC, "core", "core.old_names", "distributed", "pipeline", "planner"},
     "megatron_patch": {PUBLIC, "pipeline", "planner"},
 }

@@ -11,6 +11,7 @@ import torch
 
 import cce_dist
 import cce_dist.distributed
+import cce_dist.integrations.trl
 import megatron_patch
 from cce_dist.reference import linear_cross_entropy_reference
 from tests.docs.recipe_cases import DOCS, close, head_of, made
@@ -96,5 +97,6 @@ def test_a_page_has_no_history(path: Path) -> None:
 def test_every_public_name_has_a_page() -> None:
     pages = "".join(path.read_text() for path in (GUIDE.parent / "api").glob("*.md"))
     named = set(re.findall(r"^::: ([\w.]+)$", pages, re.M))
-    for module in (cce_dist, cce_dist.distributed, megatron_patch):
+    modules = (cce_dist, cce_dist.distributed, cce_dist.integrations.trl, megatron_patch)
+    for module in modules:
         assert {f"{module.__name__}.{name}" for name in module.__all__} - named == set()

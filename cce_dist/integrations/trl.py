@@ -1,0 +1,279 @@
+"""Replaces the loss of TRL's trainers: SFT, DPO, KTO, GRPO, RLOO and experimental AsyncGRPO.
+
+All of them call `apply` of one autograd function of TRL, found under a module's name at each call.
+An object of the same signature takes that name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist import LossOptions, linear_cross_entropy
+from cce_dist.backends.choose import TORCH, choose_backend
+from cce_dist.integrations.errors import PatchError
+
+__all__ = ["Status", "apply", "patched", "remove", "status"]
+
+logger = logging.getLogger("cce_dist.integrations")
+
+UTILS, KERNELS = "trl.trainer.utils", "trl.kernels.chunked_logprob"
+SEAM, FUNCTION = "_ChunkedLogProbFunction", "ChunkedLogProbFunction"
+ARGUMENTS = (
+    "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale "
+    "outputs"
+)
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+# The statistics of `linear_cross_entropy` that give them. log_sum_sq_probs takes a second loss.
+STATS = {"entropy": "entropy", "mean_logits": "logit_moments", "is_top1": "correct"}
+KNOWN = "TRL 1.15 and 1.16"
+OPTIONS = ("backend", "filter", "gradient", "keep_logits", "workspace_bytes")
+
+
+class LogProbs(NamedTuple):
+    """The results of TRL's function: [N] each, None where they are not asked for."""
+
+    log_probs: Tensor  # fp32, differentiable
+    entropy: Tensor | None  # fp32, nats, differentiable
+    log_sum_sq_probs: Tensor | None  # fp32
+    mean_logits: Tensor | None  # fp32
+    is_top1: Tensor | None  # bool
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of the patch in this process.
+
+    Args:
+        options: of the loss; None: TRL computes its own.
+        calls: losses computed since `apply`; those within torch.compile are not counted.
+        version: of TRL; None where nothing is applied.
+        file: of TRL; None where nothing is applied.
+    """
+
+    options: LossOptions | None
+    calls: int = 0
+    version: str | None = None
+    file: str | None = None
+
+
+class _Loss:
+    """The object in the place of TRL's autograd function."""
+
+    def __init__(self, options: LossOptions, original: Any) -> None:
+        self.options, self.original = options, original
+        self.is_on, self.calls = True, 0
+
+    def apply(
+        self,
+        hidden: Tensor,  # [N, D]
+        weight: Tensor,  # [V, D]
+        bias: Tensor | None,  # [V]
+        targets: Tensor,  # [N]
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = OUTPUTS,
+    ) -> LogProbs:
+        """Computes log-probabilities, and of `outputs` what is asked for."""
+        if not self.is_on:
+            # Other code has kept this object beyond remove().
+            cap = final_logit_softcapping
+            args = (hidden, weight, bias, targets, temperature, chunk_size, cap, logit_scale)
+            return self.original.apply(*args, outputs)
+        unknown = sorted(set(outputs) - {"log_probs", *OUTPUTS})
+        if unknown:
+            raise PatchError(f"cce_dist knows the outputs {list(OUTPUTS)} of TRL, got {unknown}")
+        if not torch.compiler.is_compiling():
+            self._count(hidden, weight)
+        weight = _in_memory_until_the_backward(weight, hidden)
+        scale, softcap = _in_our_order(logit_scale, final_logit_softcapping, temperature)
+        stats = ("lse", *(STATS[name] for name in outputs if name in STATS))
+        result = self._loss(hidden, weight, bias, targets, scale, softcap, stats)
+        log_sum_sq_probs = moments = None
+        if "log_sum_sq_probs" in outputs:
+            # log sum p^2 = logsumexp(2 z) - 2 logsumexp(z)
+            with torch.no_grad():
+                twice = self._loss(hidden, weight, bias, targets, 2 * scale, softcap, ("lse",))
+                log_sum_sq_probs = (twice.lse - 2 * result.lse).float()
+        if result.logit_moments is not None:
+            moments = result.logit_moments.mean.float()
+        entropy = None if result.entropy is None else result.entropy.float()
+        log_probs = 0.0 - result.loss.float()
+        return LogProbs(log_probs, entropy, log_sum_sq_probs, moments, result.correct)
+
+    def _loss(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        logit_scale: float,
+        softcap: float | None,
+        stats: tuple[Any, ...],
+    ) -> Any:
+        options = self.options
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            reduction="none",
+            softcap=softcap,
+            logit_scale=logit_scale,
+            gradient=options.gradient,
+            filter=options.filter,
+            stats=stats,
+            backend=options.backend,
+            workspace_bytes=options.workspace_bytes,
+            keep_logits=options.keep_logits,
+        )
+
+    def _count(self, hidden: Tensor, weight: Tensor) -> None:
+        """Counts a loss; the first one is logged."""
+        self.calls += 1
+        if self.calls > 1:
+            return
+        chosen = choose_backend(self.options, hidden, max(1, len(hidden)), len(weight))
+        logger.info(
+            "cce_dist.linear_cross_entropy, gradient %r, backend %r, computes the log-"
+            "probabilities of TRL %s in place of trl.kernels.%s; "
+            "cce_dist.integrations.trl.remove() switches it off",
+            self.options.gradient,
+            "torch" if chosen is TORCH else "triton",
+            _version(),
+            FUNCTION,
+        )
+
+
+class _State:
+    """The patch's state in this process; TRL's function is global to it, too."""
+
+    loss: _Loss | None = None
+
+
+def apply(**options: object) -> Status:
+    """Replaces the log-probabilities of TRL's trainers, of those that exist and of later ones.
+
+    Args: gradient, filter, backend, workspace_bytes and keep_logits of
+        `cce_dist.linear_cross_entropy`, which has their defaults.
+    Raises:
+        PatchError: TRL is missing or its function is not as expected; the message says what was
+            expected and what came. Or another call has applied other options.
+        ValueError: an option is unknown, or its value is not allowed.
+    A call that raises changes nothing. A second call with the same options does nothing.
+    """
+    unknown = sorted(set(options) - set(OPTIONS))
+    if unknown:
+        raise ValueError(f"cce_dist.integrations.trl takes the options {OPTIONS}, got {unknown}")
+    wanted = LossOptions(reduction="none", **options)  # pyright: ignore[reportArgumentType]
+    loss = _State.loss
+    if loss is None:
+        utils, original = _find_seam()
+        _State.loss = loss = _Loss(wanted, original)
+        setattr(utils, SEAM, loss)
+    elif loss.options != wanted:
+        raise PatchError(
+            f"apply() has been called with {loss.options}, now with {wanted}; call remove() "
+            "between them"
+        )
+    return status()
+
+
+def remove() -> None:
+    """Gives TRL its own function back, also to trainers that exist."""
+    loss = _State.loss
+    if loss is None:
+        return
+    utils = importlib.import_module(UTILS)
+    if getattr(utils, SEAM) is loss:
+        setattr(utils, SEAM, loss.original)
+    loss.is_on = False
+    _State.loss = None
+
+
+@contextmanager
+def patched(**options: object) -> Iterator[Status]:
+    """Applies the patch within a context, and removes it at the end, also after an exception."""
+    new_status = apply(**options)
+    try:
+        yield new_status
+    finally:
+        remove()
+
+
+def status() -> Status:
+    """Returns the options, and how many losses were computed since `apply`."""
+    loss = _State.loss
+    if loss is None:
+        return Status(None)
+    file = importlib.import_module("trl").__file__
+    return Status(loss.options, loss.calls, _version(), file)
+
+
+def _version() -> str:
+    return str(getattr(importlib.import_module("trl"), "__version__", "of an unknown version"))
+
+
+def _find_seam() -> tuple[Any, Any]:
+    """Finds the module whose name is replaced, and TRL's function.
+
+    Raises:
+        PatchError: TRL is missing, has no such function, or one of another signature; or other code
+            has replaced it.
+    """
+    try:
+        importlib.import_module("trl")
+    except ImportError as error:
+        raise PatchError(f"trl cannot be imported ({error}); {KNOWN} are supported") from error
+    installed = f"{KNOWN} are supported, and TRL {_version()} is installed"
+    try:
+        utils, kernels = map(importlib.import_module, (UTILS, KERNELS))
+    except ImportError as error:
+        raise PatchError(f"{installed}: {error}") from error
+    found_here, original = getattr(utils, SEAM, None), getattr(kernels, FUNCTION, None)
+    if found_here is None or original is None:
+        missing = f"{UTILS}.{SEAM}" if found_here is None else f"{KERNELS}.{FUNCTION}"
+        raise PatchError(f"{installed}: it has no {missing}")
+    if found_here is not original:
+        raise PatchError(f"{UTILS}.{SEAM} must be TRL's {FUNCTION}, got {found_here!r}")
+    arguments = " ".join(inspect.signature(original.forward).parameters)
+    if arguments != ARGUMENTS:
+        rule = f"{FUNCTION}.forward must have the arguments ({ARGUMENTS})"
+        raise PatchError(f"{installed}: {rule}, got ({arguments})")
+    outputs = getattr(kernels, "OPTIONAL_OUTPUTS", None)
+    if outputs != OUTPUTS:
+        raise PatchError(f"{installed}: its outputs must be {OUTPUTS}, got {outputs}")
+    return utils, original
+
+
+def _in_our_order(
+    logit_scale: float, softcap: float | None, temperature: float
+) -> tuple[float, float | None]:
+    """Returns logit_scale and softcap of `linear_cross_entropy`.
+
+    TRL's logits are softcap tanh(logit_scale x / softcap) / temperature, with x = E . C + bias; the
+    loss has logit_scale softcap tanh(x / softcap).
+    """
+    if softcap is not None and logit_scale != 0:
+        softcap = softcap / abs(logit_scale)
+    return logit_scale / temperature, softcap
+
+
+def _in_memory_until_the_backward(weight: Tensor, hidden: Tensor) -> Tensor:
+    """Returns the weight in hidden's dtype, as an alias.
+
+    DeepSpeed's ZeRO-3 empties the parameter after the forward, but not the memory of an alias.
+    """
+    if not torch.is_autocast_enabled(hidden.device.type):
+        weight = weight.to(hidden.dtype)
+    return weight.view_as(weight)
