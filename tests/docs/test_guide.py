@@ -11,6 +11,7 @@ import torch
 
 import cce_dist
 import cce_dist.distributed
+import cce_dist.integrations.transformers
 import cce_dist.integrations.trl
 import megatron_patch
 from cce_dist.reference import linear_cross_entropy_reference
@@ -75,7 +76,7 @@ def test_the_first_line_of_start_and_modes() -> None:
         close({"loss": found.detach()}, {"loss": wanted.detach()})
 
 
-PAGE_FILES = sorted(GUIDE.glob("*.md"))
+PAGE_FILES = sorted(GUIDE.rglob("*.md"))
 
 
 @pytest.mark.parametrize("path", PAGE_FILES, ids=[path.stem for path in PAGE_FILES])
@@ -97,6 +98,7 @@ def test_a_page_has_no_history(path: Path) -> None:
 def test_every_public_name_has_a_page() -> None:
     pages = "".join(path.read_text() for path in (GUIDE.parent / "api").glob("*.md"))
     named = set(re.findall(r"^::: ([\w.]+)$", pages, re.M))
-    modules = (cce_dist, cce_dist.distributed, cce_dist.integrations.trl, megatron_patch)
+    modules = (cce_dist, cce_dist.distributed, cce_dist.integrations.trl)
+    modules += (cce_dist.integrations.transformers, megatron_patch)
     for module in modules:
         assert {f"{module.__name__}.{name}" for name in module.__all__} - named == set()

@@ -113,10 +113,10 @@ def require_linear(name: str, head: Any) -> None:
                 f"{name} cannot be patched: its head is a {type(module).__name__}, whose weight is "
                 "quantised; leave the head out of the quantisation (llm_int8_skip_modules)"
             )
-        if hasattr(weight, "ds_id") and getattr(weight, "ds_status", None) is not None:
+        if hasattr(weight, "ds_id"):
             raise PatchError(
-                f"{name} cannot be patched: DeepSpeed ZeRO-3 frees the head's weight before the "
-                "loss reads it; use ZeRO-1 or ZeRO-2, or FSDP2"
+                f"{name} cannot be patched: DeepSpeed's ZeRO-3 computes the head by a function of "
+                "its own and frees its weight at once; use ZeRO-1 or ZeRO-2, or FSDP2"
             )
 
 
