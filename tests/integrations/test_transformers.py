@@ -133,6 +133,9 @@ def test_logits_are_computed_when_somebody_reads_them() -> None:
     half = logits[:, 3:-1].to(torch.bfloat16)
     assert isinstance(half, DeferredLogits) and half.shape == (2, 13, VOCAB_SIZE)
     torch.testing.assert_close(half.clone(), stock[:, 3:-1].bfloat16(), atol=1e-2, rtol=0)
+    detached = logits.detach() * 2
+    assert isinstance(detached, DeferredLogits) and not detached.requires_grad
+    assert not detached.clone().requires_grad and not logits.is_computed
     assert torch.equal(logits.argmax(-1), stock.argmax(-1))
     assert logits.is_computed and repr(logits).endswith("computed)")
     # What is computed is what counts.
@@ -148,7 +151,7 @@ def test_logits_after_a_step_are_refused() -> None:
     output = model(**batch())
     output.loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    with pytest.raises(PatchError, match="head's weight changed in place after the head"):
+    with pytest.raises(PatchError, match="the head's weights changed after the head was called"):
         output.logits.clone()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from cce_dist import LossOptions
 from cce_dist.integrations.errors import PatchError
 
+# Makes a result of the products of a head, within the head's forward.
+Finish: TypeAlias = "Callable[[Expression], Tensor]"
 IN_HEAD, IN_MODEL, DONE = "in the head", "in the model", "done"
 
 
@@ -25,62 +27,67 @@ class HeadCall:
     Args:
         model: the patched model's class name, for messages.
         options: the loss's options; what the model itself decides is read from its own operators.
-        dtype: of autocast; None: it is off.
-        stage: IN_HEAD, then IN_MODEL: each operator on the logits must have a form that the loss
-            knows; then DONE.
         said: what this model's user has been told already.
+        compute: calls the head with hidden states, and returns the result of a `Finish`.
+        num_classes: V.
+        trains: a parameter of the head has a gradient.
+        stage: IN_MODEL, where each operator on the logits must have a form that the loss knows,
+            but for the head's own ones, IN_HEAD; then DONE.
+        dtype: of autocast; None: it is off.
         group: a mesh whose ranks share the vocabulary; None: the head is whole.
     """
 
     model: str
     options: LossOptions
     said: set[str]
+    compute: Callable[[Tensor, Finish], Tensor]
+    num_classes: int = 0
+    trains: bool = False
+    stage: str = IN_MODEL
     dtype: torch.dtype | None = None
-    stage: str = IN_HEAD
     group: Any = None
     num_losses: int = 0
 
 
 @dataclass(frozen=True)
 class Product:
-    """factor * (hidden @ weight.T), and the versions of both when the head was called."""
+    """factor * (hidden @ weight.T); without a weight: factor * the head's output for hidden."""
 
     hidden: Tensor  # [..., D]
-    weight: Tensor  # [V, D]
+    weight: Tensor | None  # [V, D]
     factor: float = 1.0
-    versions: tuple[int, int] = field(default=(0, 0))
+    version: int = 0
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor) -> Product:
-        return cls(hidden, weight, versions=(_version(hidden), _version(weight)))
+    def of(cls, hidden: Tensor, weight: Tensor | None = None, factor: float = 1.0) -> Product:
+        return cls(hidden, weight, factor, version_of(hidden))
 
     def require_same(self) -> None:
-        """Checks that neither has changed in place: logits computed now are those of the call.
+        """Checks that hidden has not changed since: logits computed now are those of the call.
 
         Raises:
-            PatchError: one of them has changed.
+            PatchError: it has.
         """
-        for name, tensor, old in zip(
-            ("hidden states", "weight"), (self.hidden, self.weight), self.versions, strict=True
-        ):
-            if _version(tensor) != old:
-                raise PatchError(
-                    f"the head's {name} changed in place after the head was called, so that its "
-                    "logits cannot be computed any more: read them before (outputs.logits.clone())"
-                )
+        if version_of(self.hidden) != self.version:
+            raise PatchError(
+                "the head's hidden states changed in place after the head was called, so that its "
+                "logits cannot be computed any more: change a copy, or read the logits before"
+            )
 
 
 @dataclass(frozen=True)
 class Expression:
     """outer * cap(sum of products + sum of biases), cap = tanh or nothing.
 
-    Without a cap `outer` is 1: factors are in the products and biases.
+    Without a cap `outer` is 1: factors are in the products and biases. `detached`: autograd does
+    not record it.
     """
 
     products: tuple[Product, ...]
     biases: tuple[tuple[Tensor, float], ...] = ()  # [V] and a factor
     capped: bool = False
     outer: float = 1.0
+    detached: bool = False
 
     def times(self, factor: float) -> Expression | None:
         """Returns the expression times a number; None: it has no such form."""
@@ -96,57 +103,66 @@ class Expression:
 
     def times_columns(self, columns: Tensor) -> Expression | None:
         """Returns the expression times [V] or [1, V], as DoRA's magnitudes are."""
-        if self.capped or columns.numel() != columns.shape[-1]:
+        if self.capped or any(x.weight is None for x in self.products):
             return None
         flat = columns.reshape(-1)
         return replace(
             self,
-            # A product whose weight is made here cannot change in place.
             products=tuple(
-                replace(Product.of(x.hidden, x.weight * flat[:, None]), factor=x.factor)
+                Product.of(x.hidden, x.weight * flat[:, None], x.factor)
                 for x in self.products
+                if x.weight is not None
             ),
             biases=tuple((bias * flat, factor) for bias, factor in self.biases),
         )
 
     def plus(self, other: Expression) -> Expression | None:
-        if self.capped or other.capped:
+        if self.capped or other.capped or self.detached != other.detached:
             return None
         products = list(self.products)
         for new in other.products:
             # DoRA multiplies the same hidden states by two weights.
-            same = [x for x in products if x.hidden is new.hidden]
-            if same:
-                old = same[0]
+            old = next((x for x in products if x.hidden is new.hidden), None)
+            if old is None:
+                products.append(new)
+            elif old.weight is None or new.weight is None:
+                return None
+            else:
                 weight = old.weight * old.factor + new.weight * new.factor
                 products[products.index(old)] = Product.of(new.hidden, weight)
-            else:
-                products.append(new)
         return replace(self, products=tuple(products), biases=self.biases + other.biases)
 
-    def plus_columns(self, columns: Tensor) -> Expression | None:
-        if self.capped or columns.numel() != columns.shape[-1]:
+    def plus_columns(self, columns: Tensor, factor: float = 1.0) -> Expression | None:
+        """Returns the expression plus factor * [V] or [1, V]."""
+        if self.capped:
             return None
-        return replace(self, biases=(*self.biases, (columns.reshape(-1), 1.0)))
+        return replace(self, biases=(*self.biases, (columns.reshape(-1), factor)))
 
     def tanh(self) -> Expression | None:
         return None if self.capped else replace(self, capped=True)
 
     def of_rows(self, change: Callable[[Tensor], Tensor]) -> Expression:
         """Applies a change of the tokens, which keeps the last dim, to each product's hidden."""
-        return replace(
-            self,
-            products=tuple(
-                Product(y := change(x.hidden), x.weight, x.factor, (_version(y), x.versions[1]))
-                for x in self.products
-            ),
-        )
+        for product in self.products:
+            product.require_same()
+        products = (Product.of(change(x.hidden), x.weight, x.factor) for x in self.products)
+        return replace(self, products=tuple(products))
+
+    def with_head(self, head: Expression) -> Expression | None:
+        """Returns the expression with the products of the head in the place of its output."""
+        (output,) = self.products
+        result = head if output.factor == 1 else head.times(output.factor)
+        for bias, factor in self.biases:
+            result = result and result.plus_columns(bias, factor)
+        if self.capped:
+            result = result and result.tanh()
+        return result and result.times(self.outer)
 
     def logits(self, dtype: torch.dtype) -> Tensor:
         """Computes the logits, as the head and the model's operators after it do."""
         total: Any = None
         for product in self.products:
-            product.require_same()
+            assert product.weight is not None
             part = _multiply(product.hidden, product.weight)
             part = part if product.factor == 1 else part * product.factor
             total = part if total is None else total + part
@@ -162,19 +178,17 @@ class Expression:
 
         Several products become one, of hidden states and weights side by side.
         """
-        for product in self.products:
-            product.require_same()
-        first = self.products[0]
-        scale = first.factor
-        hidden, weight = first.hidden, first.weight
+        scale = self.products[0].factor
+        hidden: Any = self.products[0].hidden
+        weight: Any = self.products[0].weight
         if len(self.products) > 1:
-            dtype = weight.dtype
+            weights = [x.weight for x in self.products if x.weight is not None]
             parts = [
                 x.hidden if x.factor == scale else x.hidden * (x.factor / scale)
                 for x in self.products
             ]
-            hidden = torch.cat([x.to(dtype) for x in parts], dim=-1)
-            weight = torch.cat([x.weight.to(dtype) for x in self.products], dim=-1)
+            hidden = torch.cat([x.to(weight.dtype) for x in parts], dim=-1)
+            weight = torch.cat([x.to(weight.dtype) for x in weights], dim=-1)
         bias = None
         for each, factor in self.biases:
             each = each if factor == scale else each * (factor / scale)
@@ -185,13 +199,14 @@ class Expression:
         return {**arguments, "logit_scale": self.outer * scale, "softcap": 1 / scale}
 
 
+def version_of(tensor: Tensor) -> int:
+    """Returns the number of writes that autograd has counted; 0 for inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _multiply(hidden: Tensor, weight: Tensor) -> Tensor:
     if not isinstance(weight, DTensor):
         return F.linear(hidden, weight)
     whole = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
     product: Any = F.linear(whole, weight)
     return product.full_tensor()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -13,12 +13,18 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from cce_dist.integrations.errors import PatchError
-from cce_dist.integrations.transformers.expression import DONE, IN_MODEL, Expression, HeadCall
+from cce_dist.integrations.transformers.expression import (
+    DONE,
+    IN_MODEL,
+    Expression,
+    Finish,
+    HeadCall,
+)
 
 logger = logging.getLogger("cce_dist.integrations")
 
-# Answered by the stand-in itself, which has the logits' shape, dtype and device. FSDP asks for the
-# last three.
+# Answered by the stand-in itself, which has the logits' shape, dtype and device. FSDP asks the
+# outputs of its root for the last three.
 ATTRIBUTES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta")
 ATTRIBUTES += ("is_nested", "is_sparse", "is_quantized", "is_leaf", "_base", "grad_fn")
 METADATA: set[Any] = {
@@ -61,20 +67,14 @@ class DeferredLogits(Tensor):
 
     call: HeadCall
     expression: Expression
-    hooks: list[Any]
     _logits: Tensor | None
 
     def __new__(cls, call: HeadCall, expression: Expression, dtype: torch.dtype) -> DeferredLogits:
-        first = expression.products[0]
-        shape = (*first.hidden.shape[:-1], first.weight.shape[0])
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=first.hidden.device)
-        self.call, self.expression, self.hooks, self._logits = call, expression, [], None
+        hidden = expression.products[0].hidden
+        shape = (*hidden.shape[:-1], call.num_classes)
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
+        self.call, self.expression, self._logits = call, expression, None
         return self
-
-    def with_expression(self, expression: Expression, dtype: torch.dtype) -> DeferredLogits:
-        result = DeferredLogits(self.call, expression, dtype)
-        result.hooks = self.hooks
-        return result
 
     @property
     def is_computed(self) -> bool:
@@ -82,33 +82,35 @@ class DeferredLogits(Tensor):
 
     @property
     def wants_grad(self) -> bool:
-        tensors = [t for x in self.expression.products for t in (x.hidden, x.weight)]
-        tensors += [bias for bias, _ in self.expression.biases]
-        return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        hidden = any(x.hidden.requires_grad for x in self.expression.products)
+        records = torch.is_grad_enabled() and not self.expression.detached
+        return records and (hidden or self.call.trains)
+
+    def compute(self, finish: Finish) -> Tensor:
+        """Returns the result of `finish` for this expression, with the head's own products."""
+        call, expression = self.call, self.expression
+        (output,) = expression.products
+        output.require_same()
+
+        def finish_head(head: Expression) -> Tensor:
+            whole = expression.with_head(head)
+            if whole is None:
+                raise PatchError(
+                    f"{call.model} cannot be patched: its head's output has a softcap of its own"
+                )
+            return finish(whole)
+
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not expression.detached):
+            return call.compute(output.hidden, finish_head)
 
     def materialize(self) -> Tensor:
         """Returns the logits, [..., V]; computes them at the first call."""
         if self._logits is None:
-            device, dtype = self.device.type, self.call.dtype
-            with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
-                self._logits = self.with_hooks(self.expression.logits(self.dtype))
+            if all(x.weight is not None for x in self.expression.products):
+                self._logits = self.expression.logits(self.dtype)
+            else:
+                self._logits = self.compute(lambda whole: whole.logits(self.dtype))
         return self._logits
-
-    # A head of tensor parallelism gathers its output. The loss needs no gathering.
-    placements = ()
-
-    def redistribute(self, *args: object, **kwargs: object) -> DeferredLogits:
-        return self
-
-    def to_local(self) -> DeferredLogits:
-        return self
-
-    def with_hooks(self, result: Tensor) -> Tensor:
-        """Moves hooks of the logits' gradient, such as FSDP's, to a result made of the logits."""
-        if result.requires_grad:
-            for hook in self.hooks:
-                result.register_hook(hook)
-        return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         state = "computed" if self.is_computed else "nobody has computed them"

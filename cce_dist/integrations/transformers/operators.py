@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cce_dist import linear_cross_entropy
+from cce_dist.integrations.errors import PatchError
 from cce_dist.integrations.transformers.expression import Expression
 from cce_dist.integrations.transformers.logits import DeferredLogits, handles
 
@@ -25,7 +27,9 @@ _requires_grad: Any = Tensor.requires_grad
 def _changed(
     logits: DeferredLogits, new: Expression | None, dtype: torch.dtype | None = None
 ) -> Any:
-    return NotImplemented if new is None else logits.with_expression(new, dtype or logits.dtype)
+    return (
+        NotImplemented if new is None else DeferredLogits(logits.call, new, dtype or logits.dtype)
+    )
 
 
 @handles(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul)
@@ -104,6 +108,12 @@ def _half(logits: DeferredLogits) -> Any:
     return _changed(logits, logits.expression, torch.float16)
 
 
+@handles(Tensor.detach, torch.detach)
+def _detach(logits: DeferredLogits) -> Any:
+    # DeepSpeed's ZeRO-3 detaches what its root returns.
+    return _changed(logits, replace(logits.expression, detached=True))
+
+
 @handles(Tensor.contiguous)
 def _contiguous(logits: DeferredLogits) -> Any:
     return logits
@@ -162,7 +172,7 @@ def _needs_grad(logits: DeferredLogits) -> bool:
 
 @handles(Tensor.register_hook)
 def _register_hook(logits: DeferredLogits, hook: Any) -> None:
-    logits.hooks.append(hook)
+    """Nothing: FSDP's hooks of its root's outputs wait for the first gradient, the loss's."""
 
 
 @handles(F.cross_entropy)
@@ -183,31 +193,42 @@ def _cross_entropy(
     # One class a token: [N, V] and [N]. Probabilities, and classes in dim 1, are left to torch.
     if target.dtype.is_floating_point or (input.dim(), target.dim()) != (2, 1):
         return NotImplemented
-    options = input.call.options
+    call, options = input.call, input.call.options
     gradient = options.gradient
     if gradient == "in_forward" and reduction == "none":
         # The forward cannot know the upstream gradients of the tokens.
         gradient = "filtered"
-    loss: Any = linear_cross_entropy(
-        targets=target,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        class_weight=weight,
-        group=input.call.group,
-        gradient=gradient,
-        filter=options.filter,
-        logits=options.logits,
-        screen=options.screen,
-        backend=options.backend,
-        workspace_bytes=options.workspace_bytes,
-        keep_logits=options.keep_logits,
-        **input.expression.arguments(),
-    )
-    input.call.num_losses += 1
+
+    def finish(whole: Expression) -> Tensor:
+        arguments = whole.arguments()
+        loss: Any = linear_cross_entropy(
+            targets=target.to(arguments["hidden"].device),
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            class_weight=weight,
+            group=call.group,
+            gradient=gradient,
+            filter=options.filter,
+            logits=options.logits,
+            screen=options.screen,
+            backend=options.backend,
+            workspace_bytes=options.workspace_bytes,
+            keep_logits=options.keep_logits,
+            **arguments,
+        )
+        return loss
+
     # Autocast computes cross_entropy in fp32.
     in_autocast = torch.is_autocast_enabled(input.device.type)
-    return input.with_hooks(loss if in_autocast else loss.to(input.dtype))
+    loss = input.compute(finish)
+    if loss.dtype not in (torch.float32, torch.float64):
+        raise PatchError(
+            f"{call.model} cannot be patched: a wrapper of its head, such as FSDP with an "
+            f"output_dtype, casts the loss to {loss.dtype}; leave the head's outputs in fp32"
+        )
+    call.num_losses += 1
+    return loss.to(input.device, dtype=loss.dtype if in_autocast else input.dtype)
 
 
 def _of_rows(logits: DeferredLogits, change: Callable[[Tensor], Tensor]) -> Any:

@@ -20,8 +20,8 @@ from cce_dist.integrations.transformers.forward import (
     forward_of,
     patch_of,
     patched_models,
-    require_linear,
 )
+from cce_dist.integrations.transformers.head import require_linear
 
 logger = logging.getLogger("cce_dist.integrations")
 

@@ -1,0 +1,238 @@
+"""A head that defers its logits: its own call waits until the loss, or a reader, is known."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+
+from cce_dist import LossOptions
+from cce_dist.integrations.errors import PatchError
+from cce_dist.integrations.transformers.expression import (
+    DONE,
+    IN_HEAD,
+    Expression,
+    Finish,
+    HeadCall,
+    Product,
+    version_of,
+)
+from cce_dist.integrations.transformers.logits import DeferredLogits, not_compiled
+
+logger = logging.getLogger("cce_dist.integrations")
+
+
+class Deferral:
+    """From `begin` to `end` a call of the head returns deferred logits.
+
+    The head itself is called when the loss is known, and computes the loss in its forward. So the
+    hooks of whoever wraps it (FSDP, DeepSpeed, Accelerate) gather its weight for the loss, and free
+    it after the loss.
+
+    Args:
+        said: what the model's user has been told already.
+    """
+
+    def __init__(self, head: Any, name: str, options: LossOptions, said: set[str]) -> None:
+        require_linear(name, head)
+        self.head = head
+        # FSDP1 wraps the head's module in one of its own.
+        self.inside = head.module if isinstance(head, FullyShardedDataParallel) else head
+        self.call = HeadCall(name, options, said, self.compute)
+        self.finish: Finish | None = None
+        self.replaced: list[tuple[Any, str, Any]] = []
+
+    @not_compiled
+    def begin(self) -> None:
+        head, call = self.head, self.call
+        call.num_classes = _num_classes(head)
+        call.trains = any(x.requires_grad for x in head.parameters())
+        weight = getattr(self.inside, "weight", None)
+        # A head that FSDP2 shards is known when it is gathered.
+        self.is_split = isinstance(weight, DTensor) and not isinstance(head, FSDPModule)
+        self._replace()
+
+    @not_compiled
+    def end(self) -> None:
+        self.call.stage = DONE
+        self._restore()
+
+    def _replace(self) -> None:
+        self.inner = self.inside.forward
+        # Of a module's call hooks are a part, but for this attribute, which torch's own
+        # Module.compile sets. The compiler calls forward.
+        for module, name, value in (
+            (self.head, "_compiled_call_impl", self.defer),
+            (self.inside, "forward", self.forward),
+        ):
+            self.replaced.append((module, name, vars(module).get(name)))
+            setattr(module, name, value)
+
+    def _restore(self) -> None:
+        for module, name, old in self.replaced:
+            if old is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, old)
+        self.replaced.clear()
+
+    @not_compiled
+    def defer(self, hidden: Tensor) -> DeferredLogits:
+        """Returns the logits of [..., D], not computed."""
+        call, device = self.call, hidden.device.type
+        self.versions = [version_of(x) for x in self.head.parameters()]
+        call.dtype = None
+        if torch.is_autocast_enabled(device):
+            call.dtype = torch.get_autocast_dtype(device)
+        return DeferredLogits(call, Expression((Product.of(hidden),)), call.dtype or hidden.dtype)
+
+    @not_compiled
+    def compute(self, hidden: Tensor, finish: Finish) -> Tensor:
+        """Calls the head, whose forward returns the result of `finish`."""
+        call, stage = self.call, self.call.stage
+        if [version_of(x) for x in self.head.parameters()] != self.versions:
+            raise PatchError(
+                "the head's weights changed after the head was called, so that its logits cannot "
+                "be computed any more: read them before the optimizer's step"
+            )
+        is_new = not self.replaced
+        if is_new:
+            self._replace()
+        self.finish, call.stage, self.head._compiled_call_impl = finish, IN_HEAD, None
+        try:
+            with torch.autocast(
+                hidden.device.type, dtype=call.dtype, enabled=call.dtype is not None
+            ):
+                # Tensor parallelism's hooks would gather what the head returns.
+                return self.forward(hidden) if self.is_split else self.head(hidden)
+        finally:
+            self.finish, call.stage, self.head._compiled_call_impl = None, stage, self.defer
+            if is_new:
+                self._restore()
+
+    @not_compiled
+    def forward(self, hidden: Any) -> Any:
+        """Stands in for the head's forward."""
+        if self.finish is None:
+            return self.defer(hidden)
+        result = self.finish(self._products(hidden))
+        if not isinstance(hidden, DTensor):
+            return result
+        # parallelize_module's hook makes it a plain tensor again.
+        return DTensor.from_local(result, hidden.device_mesh, [Replicate()], run_check=False)
+
+    def _products(self, hidden: Any) -> Expression:
+        """Returns the head's output as an expression of its weights.
+
+        Raises:
+            PatchError: it is no linear map, or its weight is not here.
+        """
+        head, call = self.inside, self.call
+        weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
+        biases = () if bias is None else ((bias, 1.0),)
+        if isinstance(weight, DTensor):
+            self._require_split(weight)
+            if isinstance(hidden, DTensor):
+                hidden = hidden.redistribute(placements=[Replicate()]).to_local()
+            call.group = weight.device_mesh
+            return Expression((Product.of(hidden, weight),), biases)
+        is_own = getattr(self.inner, "__func__", None) is nn.Linear.forward
+        if is_own and weight is not None:
+            if weight.dim() != 2 or weight.shape[0] != call.num_classes:
+                self._refuse("FSDP has freed its head's weight; read the logits in eval()")
+            return Expression((Product.of(hidden, weight),), biases)
+        with _Products(call):
+            result = self.inner(hidden)
+        if not isinstance(result, DeferredLogits):
+            self._refuse(f"its head, a {type(head).__name__}, is no linear map by F.linear")
+        return result.expression
+
+    def _require_split(self, weight: DTensor) -> None:
+        if not self.is_split and not isinstance(self.head, FSDPModule):
+            self._refuse("FSDP has freed its head's weight; read the logits in eval()")
+        if tuple(weight.placements) != (Shard(0),):
+            self._refuse(
+                f"its head's weight is placed {weight.placements} on {weight.device_mesh}, and the "
+                "loss needs Shard(0) on a mesh of one dim"
+            )
+
+    def _refuse(self, reason: str) -> None:
+        raise PatchError(f"{self.call.model} cannot be patched: {reason}")
+
+    @not_compiled
+    def check(self) -> None:
+        """Checks that the forward has computed its loss here, and says so at the first time."""
+        call = self.call
+        if not call.num_losses:
+            self._refuse(
+                "with labels its forward computed a loss without F.cross_entropy of its head's "
+                "output (another patch, such as Liger's, may have replaced it); switch this patch "
+                "off with remove(model)"
+            )
+        if "loss" not in call.said:
+            call.said.add("loss")
+            logger.info(
+                "%s: cce_dist.linear_cross_entropy computes the loss in place of F.cross_entropy, "
+                "without logits (gradient=%s, logits=%s, backend=%s). Switch it off with "
+                "cce_dist.integrations.transformers.remove(model)",
+                *(call.model, call.options.gradient, call.options.logits, call.options.backend),
+            )
+
+
+def require_linear(name: str, head: Any) -> None:
+    """Checks what can be seen of a head before it is called.
+
+    Raises:
+        PatchError: it is none, or its weight is quantised.
+    """
+    if not isinstance(head, nn.Module):
+        raise PatchError(
+            f"{name} cannot be patched: it has no output embeddings, which the loss would replace"
+        )
+    for module in head.modules():
+        weight = getattr(module, "weight", None)
+        quantised = isinstance(weight, Tensor) and not weight.dtype.is_floating_point
+        if quantised or type(module).__module__.split(".")[0] in ("bitsandbytes", "torchao"):
+            raise PatchError(
+                f"{name} cannot be patched: its head is a {type(module).__name__}, whose weight is "
+                "quantised; leave the head out of the quantisation (llm_int8_skip_modules)"
+            )
+
+
+def _num_classes(head: nn.Module) -> int:
+    """Returns V, also of a weight that is sharded at the moment."""
+    sizes = []
+    for module in head.modules():
+        weight = getattr(module, "weight", None)
+        # DeepSpeed's ZeRO-3 keeps the shape; FSDP1 keeps a flat part.
+        shape = getattr(weight, "ds_shape", None) or getattr(weight, "shape", ())
+        sizes.append(shape[0] if len(shape) == 2 else getattr(module, "out_features", 0))
+    return max(sizes)
+
+
+class _Products(TorchFunctionMode):
+    """F.linear with as many rows as there are classes returns deferred logits."""
+
+    def __init__(self, call: HeadCall) -> None:
+        self.call = call
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return self._linear(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        if weight.dim() != 2 or weight.shape[0] != self.call.num_classes:
+            return F.linear(input, weight, bias)
+        biases = () if bias is None else ((bias, 1.0),)
+        dtype = self.call.dtype or input.dtype
+        return DeferredLogits(self.call, Expression((Product.of(input, weight),), biases), dtype)
