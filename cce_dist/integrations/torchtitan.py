@@ -153,8 +153,9 @@ def build_loss_fn(job_config: TitanConfig, **context: object) -> LossFunction:
             return loss_of_hidden(loss, output, labels, head.weight, head.bias)
         if torch.is_grad_enabled():
             raise PatchError(
-                "the loss must get the model's output as the output layer returned it, got another "
-                f"tensor: take {NAME!r} out of model.converters where the job changes logits"
+                "the loss must get the model's output as the output layer returned it in train(), "
+                f"got another tensor: take {NAME!r} out of model.converters where the job changes "
+                "logits"
             )
         return loss_of_logits(output, labels)
 

@@ -119,6 +119,8 @@ def on_a_cpu() -> Iterator[None]:
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "In CPU autocast, but the target dtype")
+        # torch.compile's own, of the hidden states as of logits.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         warnings.filterwarnings("ignore", ".* may not have complete support on cpu device mesh")
         yield
 
