@@ -120,7 +120,6 @@ def on_a_cpu() -> Iterator[None]:
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "In CPU autocast, but the target dtype")
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .FSDPEmbedding. returned a view")
         # torch.compile's own, of the hidden states as of logits.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         warnings.filterwarnings("ignore", ".* may not have complete support on cpu device mesh")
