@@ -1,6 +1,6 @@
 """The model converter "cce" of torchtitan: training without logits.
 
-docs/guide/recipes.md#torchtitan says what it computes and what it refuses. In a job:
+docs/guide/frameworks/torchtitan.md says what it computes and what it refuses. In a job:
 
     --experimental.custom_import cce_dist.integrations.torchtitan --model.converters cce
 

@@ -19,6 +19,9 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "tokenizers": "train",
     "torch": CORE,
+    "torchtitan": "torchtitan",
+    "transformers": "transformers",
+    "trl": "trl",
     "typer": CORE,
     "yaml": "train",
 }

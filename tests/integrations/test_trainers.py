@@ -102,6 +102,22 @@ def test_trainers_options(tmp_path: Path, arguments: dict[str, Any]) -> None:
     )
 
 
+def test_trainer_with_lora_on_the_head(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    curves = []
+    for patch in (False, True):
+        few = {"eval_strategy": "no", "save_strategy": "no", "learning_rate": 1e-2}
+        trainer = trainer_of(tmp_path, **few)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+        trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, config)
+        if patch:
+            integration.patch(trainer.model)
+        trainer.train()
+        curves.append(losses(trainer))
+    assert curves[0][0] - curves[0][-1] > 0.1
+    assert curves[1] == pytest.approx(curves[0], abs=2e-5)
+
+
 def accelerated(patch: bool) -> list[float]:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = make("gemma2")

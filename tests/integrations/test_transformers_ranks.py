@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,53 @@ def test_wrapped_models(pool: RankPool, kind: str, patch_first: bool) -> None:
     for stock, found, logits in pool.run(2, beside, kind, "llama", patch_first):
         assert found == pytest.approx(stock, abs=1e-5)
         assert len(found) == STEPS and logits == "DeferredLogits"
+
+
+def deepspeed_curve(group: Any, stage: int) -> tuple[list[float], list[float], str]:
+    import deepspeed
+
+    from cce_dist.integrations import transformers as integration
+
+    warnings.simplefilter("ignore")
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", DS_ACCELERATOR="cpu")
+    # It would be compiled, for messages through shared memory.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # pyright: ignore
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    curves = []
+    for patch in (False, True):
+        model = make("llama")
+        if patch:
+            integration.patch(model)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+            config=config,
+            dist_init_required=False,
+        )
+        losses: list[float] = []
+        logits = ""
+        for step in range(STEPS):
+            output = engine(**batch(2 * step + dist.get_rank()))
+            engine.backward(output.loss)
+            engine.step()
+            losses.append(float(output.loss.detach()))
+            logits = type(output.logits).__name__
+        curves.append(losses)
+    stock, patched = curves
+    return stock, patched, logits
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed(pool: RankPool, stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    for stock, patched, logits in pool.run(2, deepspeed_curve, stage):
+        assert patched == pytest.approx(stock, abs=1e-5)
+        assert len(patched) == STEPS and logits == "DeferredLogits"
 
 
 def split_by_plan(group: Any, folder: str, patch: bool) -> tuple[list[float], float]:
