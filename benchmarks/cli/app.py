@@ -76,6 +76,36 @@ def first_call_command(
         report.finish_case()
 
 
+@app.command("fine-tune")
+def fine_tune_command(
+    model: Annotated[str, typer.Option(help="qwen2.5-0.5b or llama-3.2-1b.")] = "qwen2.5-0.5b",
+    loss: Annotated[Names, typer.Option(help="May be repeated. [all six]")] = None,
+    batch: Size = 8,
+    sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
+    repeats: Repeats = 20,
+    device: Device = "cuda",
+    megabytes: Annotated[float, typer.Option(min=0, help="Size of the text.")] = 40.0,
+    largest: Annotated[bool, typer.Option(help="Also search the largest batch.")] = False,
+    csv_path: CsvPath = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Steps of Hugging Face's Trainer with a model's own loss, ours, Liger's and Apple's.
+
+    The model is made from its configuration, with random weights, in bf16 on a GPU. The text is
+    real, and packed.
+    """
+    from benchmarks.fine_tune import LOSSES, Plan, bench_fine_tune
+    from cce_dist.bench.report import Report
+
+    need_modules("tokenizers", "transformers")
+    plan = Plan(batch, sequence_length, repeats, device, megabytes)
+    report = Report(machine_of(device, 0), csv_path, json_path)
+    with refusals():
+        rows = bench_fine_tune(model, loss or LOSSES, plan, largest=largest)
+    report.add({"model": model}, rows)
+    report.finish_case()
+
+
 @app.command("fidelity")
 def fidelity_command(
     inputs: Annotated[

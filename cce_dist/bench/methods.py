@@ -142,6 +142,9 @@ _METHODS = (
     _peer("liger", partial(peers.liger, None), LIGER, softcap=True),
     _peer("liger-tp", peers.liger_tp, LIGER, alone=False, ranks=True),
     _peer("liger-logits", peers.liger_logits, LIGER, alone=False, ranks=True),
+    # With what TRL's SFTTrainer logs beside the loss: by TRL, and by cce_dist.integrations.trl.
+    _peer("trl", partial(peers.trl, False), "trl", softcap=True),
+    Method("trl-ours", "ours", partial(peers.trl, True), "trl", softcap=True),
     _peer("fla-16bit", partial(peers.fla, False), FLA),
     _peer("fla", partial(peers.fla, True), FLA),
     _peer("torchtune-8", peers.chunked_by_autograd),

@@ -6,6 +6,7 @@ A peer is imported when it is built. If that fails, a row of the results says wh
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import inspect
 import os
@@ -24,6 +25,8 @@ from .rank_methods import Setup, all_tokens, logits_of
 
 # Tokens in a chunk: QuACK's own default.
 QUACK_CHUNK = 4096
+# Columns in a chunk: TRL's own.
+TRL_CHUNK = 32768
 # Chunks of the peers whose caller chooses the number.
 NUM_CHUNKS = 8
 
@@ -191,6 +194,28 @@ def quack(_: Setup) -> LossFunction:
     return functools.partial(
         function, chunk_size=QUACK_CHUNK, ignore_index=IGNORE_INDEX, tuned=False
     )
+
+
+def trl(ours: bool, setup: Setup) -> LossFunction:
+    """Returns what TRL's SFTTrainer computes: loss, entropy and accuracy of each token.
+
+    With `ours` by `cce_dist.integrations.trl`, else by TRL's chunks of 32,768 columns.
+    """
+    from cce_dist.integrations.trl import patched
+
+    outputs = ("log_probs", "entropy", "is_top1")
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        utils = resolve_name("trl.trainer.utils")
+        with patched(backend=setup.backend) if ours else contextlib.nullcontext():
+            mask = targets != IGNORE_INDEX
+            result = utils._ChunkedLogProbFunction.apply(
+                *(hidden[mask], weight, None, targets[mask], 1.0, TRL_CHUNK, setup.softcap, 1.0),
+                outputs,
+            )
+        return -result[0].sum() / mask.sum()
+
+    return loss
 
 
 def fla(fp32: bool, _: Setup) -> LossFunction:

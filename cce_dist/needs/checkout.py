@@ -21,6 +21,8 @@ PANEL = "Commands of a checkout"
 EXPERIMENTS = {
     "first-call": "Seconds of a process's first loss and gradients, with and without compiled "
     "kernels.",
+    "fine-tune": "Steps of Hugging Face's Trainer with a model's own loss, ours, Liger's and "
+    "Apple's.",
     "fidelity": "Gradients of every method over its thresholds against float64, by token "
     "frequency.",
     "converge": "Train small models with the dense loss, ours and Apple's, and record what they "
