@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from cce_dist.integrations import transformers as integration  # noqa: E402
-from cce_dist.integrations.transformers import PatchError  # noqa: E402
+from cce_dist.integrations.transformers import PatchError, adapters  # noqa: E402
 from cce_dist.integrations.transformers.logits import DeferredLogits  # noqa: E402
 from tests.integrations.architectures import (  # noqa: E402
     ARCHITECTURES,
@@ -192,6 +194,40 @@ def test_adapters_of_the_head(options: dict[str, Any], first: str) -> None:
         check_same(with_lora(**options))
     assert any("lm_head" in name for name in expected)
     assert not any("base_layer" in name for name in expected)
+
+
+@pytest.mark.parametrize("gradient", ["exact", "in_forward"])
+def test_adapters_make_no_gradient_of_the_frozen_head(
+    gradient: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several chunks of the vocabulary.
+    monkeypatch.setattr(adapters, "CHUNK_BYTES", 4 * 17 * 100)
+    model = with_lora(target_modules=["lm_head"], lora_bias=True)
+    sizes: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            result = func(*args, **(kwargs or {}))
+            old = {
+                x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, Tensor)
+            }
+            new = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+            sizes.extend(x.numel() for x in new if x.untyped_storage().data_ptr() not in old)
+            return result
+
+    def run(model: Any) -> Any:
+        model.zero_grad()
+        # Fewer tokens than the head has dims.
+        output = model(**batch(size=1))
+        sizes.clear()
+        with Sizes():
+            output.loss.backward()
+        return output, {name: grad.clone() for name, grad in gradients(model).items()}
+
+    # dropout(x) of the adapter, bias, softcap and scale: gemma2's.
+    check_same(model, run, gradient=gradient)
+    # The backward makes no tensor as large as the head's weight.
+    assert max(sizes) < VOCAB_SIZE * 32
 
 
 def test_heads_that_are_frozen_resized_or_have_a_bias() -> None:

@@ -173,6 +173,20 @@ class Expression:
             total = torch.tanh(total) * self.outer
         return total.to(dtype)
 
+    def adapters(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns hidden states and weight of adapters that train beside a frozen head, in which
+        case `arguments` has a weight that needs no gradient; empty: there are none such."""
+        first, *others = self.products
+        frozen = first.weight is not None and not first.weight.requires_grad
+        if not others or not frozen or not torch.is_grad_enabled():
+            return []
+        scaled = (x.factor / first.factor for x in others)
+        return [
+            (x.hidden if factor == 1 else x.hidden * factor, x.weight)
+            for x, factor in zip(others, scaled, strict=True)
+            if x.weight is not None and x.weight.requires_grad
+        ]
+
     def arguments(self) -> dict[str, Any]:
         """Returns hidden, weight, bias, logit_scale and softcap of `linear_cross_entropy`.
 

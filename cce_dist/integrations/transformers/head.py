@@ -133,17 +133,21 @@ class Deferral:
         Raises:
             PatchError: it is no linear map, or its weight is not here.
         """
-        head, call = self.inside, self.call
+        head: Any = self.inside
+        call = self.call
         weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
         biases = () if bias is None else ((bias, 1.0),)
+        is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         if isinstance(weight, DTensor):
             self._require_split(weight)
+            if not is_linear:
+                self._refuse(f"its head, a {type(head).__name__}, is split over ranks")
             if isinstance(hidden, DTensor):
                 hidden = hidden.redistribute(placements=[Replicate()]).to_local()
             call.group = weight.device_mesh
             return Expression((Product.of(hidden, weight),), biases)
-        is_own = getattr(self.inner, "__func__", None) is nn.Linear.forward
-        if is_own and weight is not None:
+        if is_linear and getattr(self.inner, "__func__", None) is nn.Linear.forward:
+            assert isinstance(weight, Tensor)
             if weight.dim() != 2 or weight.shape[0] != call.num_classes:
                 self._refuse("FSDP has freed its head's weight; read the logits in eval()")
             return Expression((Product.of(hidden, weight),), biases)

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce_dist import linear_cross_entropy
+from cce_dist import LossOptions, linear_cross_entropy
 from cce_dist.integrations.errors import PatchError
+from cce_dist.integrations.transformers.adapters import AdapterGrad, Logits
 from cce_dist.integrations.transformers.expression import Expression
 from cce_dist.integrations.transformers.logits import DeferredLogits, handles
 
@@ -201,8 +202,12 @@ def _cross_entropy(
 
     def finish(whole: Expression) -> Tensor:
         arguments = whole.arguments()
+        targets = target.to(arguments["hidden"].device)
+        adapters = whole.adapters()
+        if adapters and weight is None and label_smoothing == 0 and call.group is None:
+            return _beside_frozen(arguments, adapters, targets, ignore_index, reduction, options)
         loss: Any = linear_cross_entropy(
-            targets=target.to(arguments["hidden"].device),
+            targets=targets,
             ignore_index=ignore_index,
             reduction=reduction,
             label_smoothing=label_smoothing,
@@ -229,6 +234,53 @@ def _cross_entropy(
         )
     call.num_losses += 1
     return loss.to(input.device, dtype=loss.dtype if in_autocast else input.dtype)
+
+
+def _beside_frozen(
+    arguments: dict[str, Any],
+    adapters: list[tuple[Tensor, Tensor]],
+    targets: Tensor,
+    ignore_index: int,
+    reduction: str,
+    options: LossOptions,
+) -> Tensor:
+    """Computes the loss of a frozen head with adapters; the weight has no gradient as a whole."""
+    arguments = {**arguments, "weight": arguments["weight"].detach()}
+    output: Any = linear_cross_entropy(
+        targets=targets,
+        ignore_index=ignore_index,
+        reduction="none",
+        gradient="filtered" if options.gradient == "in_forward" else options.gradient,
+        filter=options.filter,
+        logits=options.logits,
+        screen=options.screen,
+        backend=options.backend,
+        workspace_bytes=options.workspace_bytes,
+        keep_logits=options.keep_logits,
+        stats=("lse",),
+        **arguments,
+    )
+    bias = arguments["bias"]
+    logits = Logits(
+        arguments["hidden"].detach(),
+        arguments["weight"],
+        None if bias is None else bias.detach(),
+        arguments["logit_scale"],
+        arguments.get("softcap"),
+    )
+    states, weights = zip(*adapters, strict=True)
+    of_tokens = output.loss + AdapterGrad.apply(
+        logits,
+        torch.where(targets == ignore_index, -1, targets),
+        *(output.lse.detach(), output.loss.detach()),
+        *(x.detach() for x in states),
+        *weights,
+    )
+    if reduction == "none":
+        return of_tokens
+    if reduction == "sum":
+        return of_tokens.sum()
+    return of_tokens.sum() / (targets != ignore_index).sum().clamp(min=1)
 
 
 def _of_rows(logits: DeferredLogits, change: Callable[[Tensor], Tensor]) -> Any:

@@ -1,0 +1,87 @@
+"""The gradient of low-rank adapters beside a frozen head, without a [V, D] gradient.
+
+With hidden states [x, u] side by side and weights [W, B], u = s A x, the logits are x W^T + u B^T.
+The loss gives the gradients of x and u. That of B alone is left: dB = G^T u, with the logits'
+gradient G, in chunks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Of a chunk's logits in fp32.
+CHUNK_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class Logits:
+    """logit_scale * softcap * tanh((hidden @ weight.T + bias) / softcap) of N tokens."""
+
+    hidden: Tensor  # [N, D + R]
+    weight: Tensor  # [V, D + R]
+    bias: Tensor | None  # [V]
+    logit_scale: float
+    softcap: float | None
+
+    def of_columns(self, start: int, stop: int) -> Tensor:
+        """Returns logits of some columns, [N, stop - start] fp32 (float64 for float64 inputs)."""
+        product = self.hidden @ self.weight[start:stop].T
+        logits = product.to(torch.promote_types(product.dtype, torch.float32))
+        if self.bias is not None:
+            logits = logits + self.bias[start:stop]
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits * self.logit_scale
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Returns the derivative of logits by hidden @ weight.T."""
+        if self.softcap is None:
+            return self.logit_scale
+        return self.logit_scale * (1 - (logits / (self.logit_scale * self.softcap)).square())
+
+
+class AdapterGrad(torch.autograd.Function):
+    """Zeros [N], whose gradient by each token's loss makes the adapters' gradients.
+
+    Args:
+        targets: [N] int64; a negative one: the token does not count.
+        lse, nll: [N] of the same logits.
+        inputs: u of each adapter, [N, r], then B of each adapter, [V, r].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Logits, targets: Tensor, lse: Tensor, nll: Tensor, *inputs: Tensor
+    ) -> Tensor:
+        half = len(inputs) // 2
+        ctx.logits, ctx.inputs, ctx.dtypes = logits, inputs[:half], [x.dtype for x in inputs[half:]]
+        ctx.save_for_backward(targets, lse, nll)
+        return torch.zeros_like(lse)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        logits, inputs = ctx.logits, ctx.inputs
+        targets, lse, nll = ctx.saved_tensors
+        # The lse of a token that does not count may be anything.
+        lse, nll, upstream = (torch.where(targets < 0, 0, x) for x in (lse, nll, *grads))
+        num_classes = logits.weight.shape[0]
+        results = [lse.new_zeros(num_classes, x.shape[1]) for x in inputs]
+        step = max(1, CHUNK_BYTES // (4 * max(1, len(lse))))
+        for start in range(0, num_classes, step):
+            stop = min(num_classes, start + step)
+            some = logits.of_columns(start, stop)
+            grad = (some - lse[:, None]).exp() * logits.slope(some)
+            grad = torch.where(targets[:, None] < 0, 0, grad * upstream[:, None])
+            for result, part in zip(results, inputs, strict=True):
+                result[start:stop] = grad.T @ part.to(grad.dtype)
+        of_target = torch.where(targets < 0, 0, upstream * logits.slope(lse - nll))[:, None]
+        for result, part in zip(results, inputs, strict=True):
+            result.index_add_(0, targets.clamp(min=0), part.to(result.dtype) * -of_target)
+        by_dtype = (x.to(dtype) for x, dtype in zip(results, ctx.dtypes, strict=True))
+        return (*(None,) * (4 + len(inputs)), *by_dtype)
