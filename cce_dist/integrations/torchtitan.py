@@ -13,7 +13,6 @@ before.
 
 import dataclasses
 import functools
-import logging
 from typing import Any, cast
 
 import torch
@@ -29,10 +28,10 @@ from torchtitan.protocols.train_spec import TrainSpec
 
 from cce_dist import LinearCrossEntropy
 from cce_dist.integrations.errors import PatchError
+from cce_dist.integrations.log import logger
 from cce_dist.options import Backend, GradientMode, LogitsMode
 
 NAME = "cce"
-logger = logging.getLogger("cce_dist.integrations")
 
 
 @dataclasses.dataclass

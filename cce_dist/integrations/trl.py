@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +19,9 @@ from torch import Tensor
 from cce_dist import LossOptions, linear_cross_entropy
 from cce_dist.backends.choose import TORCH, choose_backend
 from cce_dist.integrations.errors import PatchError
+from cce_dist.integrations.log import logger
 
 __all__ = ["Status", "apply", "patched", "remove", "status"]
-
-logger = logging.getLogger("cce_dist.integrations")
 
 UTILS, KERNELS = "trl.trainer.utils", "trl.kernels.chunked_logprob"
 SEAM, FUNCTION = "_ChunkedLogProbFunction", "ChunkedLogProbFunction"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import os
 import sys
@@ -348,25 +349,29 @@ def test_apply_patches_what_is_made_later() -> None:
     assert type(new(**batch()).logits) is Tensor and type(make("gpt2")(**batch()).logits) is Tensor
 
 
-def test_it_says_once_what_it_does() -> None:
-    model, messages = make("stablelm"), []
-    logger = logging.getLogger("cce_dist.integrations")
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        with integration.patched(model):
-            for _ in range(2):
-                output = model(**batch())
-        output.logits.exp()
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
-    first, second = messages
+def test_it_says_once_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    (handler,) = logging.getLogger("cce_dist.integrations").handlers
+    stream = io.StringIO()
+    monkeypatch.setattr(handler, "stream", stream)
+    monkeypatch.delenv("RANK", raising=False)
+    model = make("stablelm")
+    with integration.patched(model):
+        for _ in range(2):
+            output = model(**batch())
+    output.logits.exp()
+    first, second = stream.getvalue().splitlines()
     for text in ("StableLm", "in place of", "gradient=filtered", "backend=auto", "remove(model)"):
         assert text in first
     assert second.endswith("are computed, since exp reads them")
+    # Other ranks are silent, and so is this handler where logging is configured.
+    monkeypatch.setenv("RANK", "1")
+    with integration.patched(model):
+        model(**batch())
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
+    with integration.patched(model):
+        model(**batch())
+    assert len(stream.getvalue().splitlines()) == 2
 
 
 def test_signatures_stay() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from cce_dist import LossOptions
 from cce_dist.integrations.errors import PatchError
+from cce_dist.integrations.log import logger
 from cce_dist.integrations.transformers.expression import (
     DONE,
     IN_HEAD,
@@ -24,8 +24,6 @@ from cce_dist.integrations.transformers.expression import (
     version_of,
 )
 from cce_dist.integrations.transformers.logits import DeferredLogits, not_compiled
-
-logger = logging.getLogger("cce_dist.integrations")
 
 
 class Deferral:

@@ -4,7 +4,6 @@ computes them."""
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from cce_dist.integrations.errors import PatchError
+from cce_dist.integrations.log import logger
 from cce_dist.integrations.transformers.expression import (
     DONE,
     IN_MODEL,
@@ -20,8 +20,6 @@ from cce_dist.integrations.transformers.expression import (
     Finish,
     HeadCall,
 )
-
-logger = logging.getLogger("cce_dist.integrations")
 
 # Answered by the stand-in itself, which has the logits' shape, dtype and device. FSDP asks the
 # outputs of its root for the last three.

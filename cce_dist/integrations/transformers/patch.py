@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch import nn
 
 from cce_dist import LossOptions
 from cce_dist.integrations.errors import PatchError
+from cce_dist.integrations.log import logger
 from cce_dist.integrations.transformers.forward import (
     ATTRIBUTE,
     Patch,
@@ -22,8 +22,6 @@ from cce_dist.integrations.transformers.forward import (
     patched_models,
 )
 from cce_dist.integrations.transformers.head import require_linear
-
-logger = logging.getLogger("cce_dist.integrations")
 
 # What a user sets. The model's own forward decides everything else: scale, softcap, bias, shift,
 # ignored labels, reduction.
