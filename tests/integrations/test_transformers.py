@@ -7,30 +7,27 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 
 from cce_dist.integrations import transformers as integration  # noqa: E402
-from cce_dist.integrations.transformers import PatchError, adapters  # noqa: E402
+from cce_dist.integrations.transformers import PatchError  # noqa: E402
 from cce_dist.integrations.transformers.logits import DeferredLogits  # noqa: E402
 from tests.integrations.architectures import (  # noqa: E402
     ARCHITECTURES,
     VOCAB_SIZE,
     batch,
     make,
-    prepared,
 )
+from tests.integrations.beside import check_same, gradients, step  # noqa: E402
 
 # transformers and its models warn of what comes in later versions.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -40,33 +37,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def no_patch() -> Iterator[None]:
     yield
     integration.remove()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-
-
-def step(model: Any, **inputs: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Runs forward and backward; returns the output and copies of all gradients."""
-    model.zero_grad()
-    torch.manual_seed(1)
-    output = model(**(inputs or batch()))
-    output.loss.backward()
-    return output, {name: grad.clone() for name, grad in gradients(model).items()}
-
-
-def check_same(
-    model: Any, run: Callable[[Any], Any] = step, atol: float = 1e-6, **options: Any
-) -> Any:
-    """Checks loss and gradients of a model before and after the patch; returns both outputs."""
-    before, expected = run(model)
-    assert integration.patch(model, **options) is model
-    after, found = run(model)
-    torch.testing.assert_close(after.loss, before.loss, atol=atol, rtol=1e-6)
-    assert found.keys() == expected.keys() and found
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], atol=atol, rtol=1e-4, msg=name)
-    return before, after
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
@@ -158,79 +128,6 @@ def test_logits_after_a_step_are_refused() -> None:
         output.logits.clone()
 
 
-def with_lora(**options: Any) -> Any:
-    config = peft.LoraConfig(r=4, lora_alpha=16, task_type="CAUSAL_LM", **options)
-    model = peft.get_peft_model(make("gemma2", tie_word_embeddings=False), config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name or "magnitude" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.train()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"target_modules": ["lm_head", "q_proj"]},
-        {"target_modules": ["lm_head"], "use_rslora": True, "lora_dropout": 0.3},
-        {"target_modules": ["lm_head"], "lora_bias": True},
-        {"target_modules": ["lm_head"], "use_dora": True},
-        {"target_modules": ["lm_head"], "use_dora": True, "lora_dropout": 0.3},
-        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-    ],
-    ids=["lora", "rslora-dropout", "lora-bias", "dora", "dora-dropout", "modules_to_save"],
-)
-@pytest.mark.parametrize("first", ["peft", "patch"])
-def test_adapters_of_the_head(options: dict[str, Any], first: str) -> None:
-    _, expected = step(with_lora(**options))
-    if first == "patch":
-        # Every model that is made in there, before its adapter.
-        with integration.patched():
-            model = with_lora(**options)
-            after, found = step(model)
-        assert isinstance(after.logits, DeferredLogits)
-        for name in expected:
-            torch.testing.assert_close(found[name], expected[name], atol=1e-6, rtol=1e-4)
-    else:
-        check_same(with_lora(**options))
-    assert any("lm_head" in name for name in expected)
-    assert not any("base_layer" in name for name in expected)
-
-
-@pytest.mark.parametrize("gradient", ["exact", "in_forward"])
-def test_adapters_make_no_gradient_of_the_frozen_head(
-    gradient: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Several chunks of the vocabulary.
-    monkeypatch.setattr(adapters, "CHUNK_BYTES", 4 * 17 * 100)
-    model = with_lora(target_modules=["lm_head"], lora_bias=True)
-    sizes: list[int] = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            result = func(*args, **(kwargs or {}))
-            old = {
-                x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, Tensor)
-            }
-            new = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-            sizes.extend(x.numel() for x in new if x.untyped_storage().data_ptr() not in old)
-            return result
-
-    def run(model: Any) -> Any:
-        model.zero_grad()
-        # Fewer tokens than the head has dims.
-        output = model(**batch(size=1))
-        sizes.clear()
-        with Sizes():
-            output.loss.backward()
-        return output, {name: grad.clone() for name, grad in gradients(model).items()}
-
-    # dropout(x) of the adapter, bias, softcap and scale: gemma2's.
-    check_same(model, run, gradient=gradient)
-    # The backward makes no tensor as large as the head's weight.
-    assert max(sizes) < VOCAB_SIZE * 32
-
-
 def test_heads_that_are_frozen_resized_or_have_a_bias() -> None:
     model = make("phi")
     assert model.lm_head.bias is not None and model.lm_head.bias.any()
@@ -243,36 +140,6 @@ def test_heads_that_are_frozen_resized_or_have_a_bias() -> None:
     model.resize_token_embeddings(VOCAB_SIZE + 30, mean_resizing=False)
     after, _ = step(model)
     assert after.logits.shape[-1] == VOCAB_SIZE + 30
-
-
-def test_encoder_decoders() -> None:
-    sizes = {"vocab_size": VOCAB_SIZE, "d_model": 32}
-    t5 = {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-    bart = {"encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64}
-    bart |= {f"{x}_attention_heads": 4 for x in ("encoder", "decoder")}
-    bart |= {f"{x}_ffn_dim": 48 for x in ("encoder", "decoder")}
-    torch.manual_seed(0)
-    for name, values in (("T5", t5), ("Bart", bart)):
-        config = getattr(transformers, f"{name}Config")(**sizes, **values)
-        model = prepared(getattr(transformers, f"{name}ForConditionalGeneration")(config))
-        if name == "Bart":
-            model.final_logits_bias.normal_()
-        _, after = check_same(model)
-        assert not after.logits.is_computed
-
-
-def test_vision_language_models() -> None:
-    text = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48}
-    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    text |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4}
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2]}
-    config = transformers.Qwen2VLConfig(
-        text_config={**text, "rope_parameters": rope}, vision_config=vision
-    )
-    torch.manual_seed(0)
-    _, after = check_same(prepared(transformers.Qwen2VLForConditionalGeneration(config)))
-    assert not after.logits.is_computed
 
 
 def test_autocast() -> None:

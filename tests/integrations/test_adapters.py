@@ -1,0 +1,104 @@
+"""PEFT's adapters of the head of a patched model of transformers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from cce_dist.integrations import transformers as integration  # noqa: E402
+from cce_dist.integrations.transformers import adapters  # noqa: E402
+from cce_dist.integrations.transformers.logits import DeferredLogits  # noqa: E402
+from tests.integrations.architectures import VOCAB_SIZE, batch, make  # noqa: E402
+from tests.integrations.beside import check_same, gradients, step  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def no_patch() -> Iterator[None]:
+    yield
+    integration.remove()
+
+
+def with_lora(**options: Any) -> Any:
+    config = peft.LoraConfig(r=4, lora_alpha=16, task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(make("gemma2", tie_word_embeddings=False), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or "magnitude" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.train()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["lm_head", "q_proj"]},
+        {"target_modules": ["lm_head"], "use_rslora": True, "lora_dropout": 0.3},
+        {"target_modules": ["lm_head"], "lora_bias": True},
+        {"target_modules": ["lm_head"], "use_dora": True},
+        {"target_modules": ["lm_head"], "use_dora": True, "lora_dropout": 0.3},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+    ids=["lora", "rslora-dropout", "lora-bias", "dora", "dora-dropout", "modules_to_save"],
+)
+@pytest.mark.parametrize("first", ["peft", "patch"])
+def test_adapters_of_the_head(options: dict[str, Any], first: str) -> None:
+    _, expected = step(with_lora(**options))
+    if first == "patch":
+        # Every model that is made in there, before its adapter.
+        with integration.patched():
+            model = with_lora(**options)
+            after, found = step(model)
+        assert isinstance(after.logits, DeferredLogits)
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], atol=1e-6, rtol=1e-4)
+    else:
+        check_same(with_lora(**options))
+    assert any("lm_head" in name for name in expected)
+    assert not any("base_layer" in name for name in expected)
+
+
+@pytest.mark.parametrize("gradient", ["exact", "in_forward"])
+def test_adapters_make_no_gradient_of_the_frozen_head(
+    gradient: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several chunks of the vocabulary.
+    monkeypatch.setattr(adapters, "CHUNK_BYTES", 4 * 17 * 100)
+    model = with_lora(target_modules=["lm_head"], lora_bias=True)
+    sizes: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            result = func(*args, **(kwargs or {}))
+            old = {
+                x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, Tensor)
+            }
+            new = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+            sizes.extend(x.numel() for x in new if x.untyped_storage().data_ptr() not in old)
+            return result
+
+    def run(model: Any) -> Any:
+        model.zero_grad()
+        # Fewer tokens than the head has dims.
+        output = model(**batch(size=1))
+        sizes.clear()
+        with Sizes():
+            output.loss.backward()
+        return output, {name: grad.clone() for name, grad in gradients(model).items()}
+
+    # dropout(x) of the adapter, bias, softcap and scale: gemma2's.
+    check_same(model, run, gradient=gradient)
+    # The backward makes no tensor as large as the head's weight.
+    assert max(sizes) < VOCAB_SIZE * 32
