@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import sys
 import warnings
@@ -15,8 +16,10 @@ from torch import Tensor
 
 import cce_dist.integrations
 from cce_dist import Filter
+from cce_dist.integrations import transformers
 from cce_dist.integrations import trl as patch
 from cce_dist.integrations.errors import PatchError
+from tests.integrations.architectures import batch, make
 
 N, D, V = 37, 16, 301
 ALL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -345,3 +348,25 @@ def test_import_needs_no_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, patch.__name__)
     monkeypatch.setattr(cce_dist.integrations, "trl", patch)  # put back at the end
     importlib.import_module(patch.__name__)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_patched_model_says_that_trl_has_a_loss_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (handler,) = logging.getLogger("cce_dist.integrations").handlers
+    stream = io.StringIO()
+    monkeypatch.setattr(handler, "stream", stream)
+    model = make("llama")
+    utils.add_fused_lm_head(model)
+    stock = model(**batch(), fused_lm_head=True)
+    with transformers.patched(model):
+        for _ in range(2):
+            output = model(**batch(), fused_lm_head=True)
+        assert torch.equal(output.loss, stock.loss)
+        assert stream.getvalue().count("LlamaForCausalLM: TRL's trainer computes its loss") == 1
+    with patch.patched(), transformers.patched(model):
+        output = model(**batch(), fused_lm_head=True)
+        assert patch.status().calls == 1
+    assert stream.getvalue().count("TRL's trainer") == 1
+    torch.testing.assert_close(output.loss, stock.loss, atol=1e-6, rtol=1e-6)

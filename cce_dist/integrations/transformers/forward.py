@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from cce_dist import LossOptions
+from cce_dist.integrations.log import logger
 from cce_dist.integrations.transformers.head import Deferral
 
 # Where a patched model keeps its patch.
@@ -52,7 +54,8 @@ def forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
         if not self.training or not _has_labels(signature, self, args, kwargs):
             return run(*args, **kwargs)
         if kwargs.get("fused_lm_head"):
-            # TRL's forward calls no head: cce_dist.integrations.trl has the place of its loss.
+            # TRL's forward calls no head.
+            _say_whose_loss(cls.__name__, patch.said)
             return run(*args, **kwargs)
         deferral = Deferral(self.get_output_embeddings(), cls.__name__, patch.options, patch.said)
         deferral.begin()
@@ -66,6 +69,18 @@ def forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     # The compiler takes the decoder and leaves out what has no logits.
     disable: Any = torch.compiler.disable
     return functools.wraps(cls.forward)(disable(forward, recursive=False))
+
+
+def _say_whose_loss(name: str, said: set[str]) -> None:
+    """Says once that TRL computes its own loss, unless it is replaced as well."""
+    trl = sys.modules.get("cce_dist.integrations.trl")
+    if "trl" not in said and (trl is None or trl.status().options is None):
+        said.add("trl")
+        logger.warning(
+            "%s: TRL's trainer computes its loss outside of the model, by its own function; "
+            "cce_dist.integrations.trl.apply() replaces that",
+            name,
+        )
 
 
 def _has_labels(
