@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -75,6 +77,23 @@ def test_arguments_of_the_loss(model_type: str) -> None:
 @pytest.mark.parametrize("gradient", ["exact", "in_forward"])
 def test_options_reach_the_loss(gradient: str) -> None:
     check_same(make("llama"), gradient=gradient, backend="torch", workspace_bytes=2**22)
+
+
+def test_no_tensor_is_as_large_as_the_logits() -> None:
+    vocab_size, inputs = 20000, batch(size=4, length=65)
+    model = integration.patch(make("gemma2", vocab_size=vocab_size), workspace_bytes=2**20)
+    sizes: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            result = func(*args, **(kwargs or {}))
+            sizes.extend(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))
+            return result
+
+    with Sizes():
+        model(**inputs).loss.backward()
+    # The weight is the largest.
+    assert max(sizes) == vocab_size * 32 < inputs["labels"].numel() * vocab_size / 8
 
 
 def test_without_labels_and_in_eval_nothing_changes() -> None:
