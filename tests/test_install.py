@@ -139,9 +139,12 @@ def run_subcommands(
 ) -> dict[str, tuple[int, str]]:
     """Exit code and output of those whose words `only` matches, in moments of work."""
     config = write_config(folder, steps=2, batch=2)
-    cache, text = str(folder / "cache"), argparse.__file__
-    answers = {**PLAIN, "config": str(config), "run": str(folder / "runs" / "tiny"), "texts": text}
-    answers |= {"--cache": cache, "--data": text, "path": str(folder / "none.json"), **more}
+    cache, text = str(folder / "cache"), Path(argparse.__file__)
+    short = folder / "short.txt"
+    short.write_text(text.read_text()[:2000])
+    answers = {**PLAIN, "config": str(config), "run": str(folder / "runs" / "tiny")}
+    answers |= {"texts": str(short), "--cache": cache, "--data": str(text)}
+    answers |= {"path": str(folder / "none.json"), **more}
     path = folder / "found.json"
     command = [str(python), "-I", str(PROBE), str(path), "commands", json.dumps(answers), only]
     run([*command, *([str(checkout)] if checkout else [])], cwd=folder)
