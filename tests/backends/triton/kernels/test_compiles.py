@@ -103,7 +103,7 @@ def kernels() -> set[str]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("capabilities", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("capabilities", CAPABILITIES, ids=lambda each: "-".join(map(str, each)))
 def test_kernels_compile_and_fit(capabilities: tuple[int, ...], tmp_path: Path) -> None:
     records = compiled(capabilities, tmp_path)
     reasons = [(record, why_not(record, record["capability"])) for record in records]
