@@ -1,9 +1,10 @@
 """What an installed cce-dist can do, found out in its own environment: tests/test_install.py.
 
-    python -I install_probe.py FOUND modules                imports and helps
+    python -I install_probe.py FOUND modules SITE ...       imports and helps
     python -I install_probe.py FOUND commands ANSWERS ONLY  subcommands' exit codes and output
 
-FOUND is the JSON file to write. With a last argument, CHECKOUT, the package is imported from there.
+FOUND is the JSON file to write. Each SITE is an environment's site-packages, which takes the place
+of this Python's own. With a last argument, CHECKOUT, the package is imported from there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import pkgutil
 import re
 import sys
+import sysconfig
 import tempfile
 import traceback
 from collections.abc import Iterator
@@ -23,11 +25,13 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("cce_dist", "megatron_patch")
+# Of the third-party packages those that every environment has, with the same files.
+COMMON = ("click", "numpy", "rich", "torch", "typer")
 
 
 def main(path: str, what: str, *rest: str) -> None:
     if what == "modules":
-        found = find_modules()
+        found = find_in_each(rest)
     else:
         answers, only, *checkout = rest
         sys.path[:0] = checkout
@@ -53,6 +57,33 @@ def subcommands() -> Iterator[tuple[list[str], Any]]:
             waiting.append(([*words, name], child))
 
 
+def find_in_each(sites: tuple[str, ...]) -> list[dict[str, Any]]:
+    """What find_modules finds in each of these environments, by a fork: of what they have in common
+    all that the first one imports is imported once."""
+    import torch  # noqa: F401
+
+    place = sys.path.index(sysconfig.get_path("purelib"))
+    found = []
+    for site in sites:
+        with tempfile.NamedTemporaryFile("r") as file:
+            child = os.fork()
+            if not child:
+                # What a child raises must not go on as its parent.
+                try:
+                    sys.path[place] = site
+                    Path(file.name).write_text(json.dumps(find_modules()))
+                    os._exit(0)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+            _, status = os.waitpid(child, 0)
+            assert status == 0, f"{site}: {status}"
+            found.append(json.load(file))
+        for name in found[0]["common"] if len(found) == 1 else ():
+            importlib.import_module(name)
+    return found
+
+
 def find_modules() -> dict[str, Any]:
     """Modules that cannot be imported, third-party ones that are named anywhere, and all helps."""
     failures, third_party, helps = {}, {}, {}
@@ -71,7 +102,15 @@ def find_modules() -> dict[str, Any]:
                 third_party[name] = importlib.util.find_spec(name) is not None
     for words, _ in subcommands():
         helps[" ".join(words)] = run_forked([*words, "--help"])
-    return {"failures": failures, "third_party": third_party, "helps": helps}
+    common = [name for name in sys.modules if name.partition(".")[0] in COMMON]
+    origin = str(importlib.import_module(PACKAGES[0]).__file__)
+    return {
+        "failures": failures,
+        "third_party": third_party,
+        "helps": helps,
+        "common": common,
+        "origin": origin,
+    }
 
 
 def named_in(path: Path) -> Iterator[str]:

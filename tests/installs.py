@@ -5,6 +5,7 @@ Nothing is downloaded: a package is a link to the files that this environment ha
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import subprocess
@@ -58,10 +59,18 @@ def make_environment(folder: Path, wheel: Path, extra: str) -> Path:
     (site,) = folder.glob("lib/python*/site-packages")
     requires = metadata_of(wheel).get_all("Requires-Dist") or []
     _link_packages(site, set(_closure(requires, extra)))
+    install(python, wheel, extra)
+    return python
+
+
+def install(python: Path, wheel: Path, extra: str) -> None:
+    """Has pip install the wheel with `extra` beside what this Python has.
+
+    Raises: as `make_environment`.
+    """
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     asked = f"{wheel}[{extra}]" if extra else str(wheel)
     run([*pip, "--no-index", "--no-compile", "--disable-pip-version-check", asked])
-    return python
 
 
 def _closure(requires: Iterable[str], extra: str) -> Iterable[str]:
@@ -83,14 +92,22 @@ def _closure(requires: Iterable[str], extra: str) -> Iterable[str]:
 def _link_packages(site: Path, names: set[str]) -> None:
     wanted: dict[tuple[str, ...], Path] = {}
     others: set[tuple[str, ...]] = set()
-    for distribution in importlib.metadata.distributions():
-        is_wanted = canonicalize_name(distribution.metadata["Name"]) in names
-        for parts, path in _files(distribution):
-            if is_wanted:
+    for name, files in _packages():
+        for parts, path in files:
+            if name in names:
                 wanted[parts] = path
             else:
                 others.update(parts[: end + 1] for end in range(len(parts)))
     _link(site, wanted, others, 1)
+
+
+@functools.cache
+def _packages() -> list[tuple[str, list[tuple[tuple[str, ...], Path]]]]:
+    """Name and files of each package of this environment."""
+    return [
+        (canonicalize_name(distribution.metadata["Name"]), list(_files(distribution)))
+        for distribution in importlib.metadata.distributions()
+    ]
 
 
 def _files(distribution: Distribution) -> Iterable[tuple[tuple[str, ...], Path]]:

@@ -22,11 +22,11 @@ import cce_dist
 from cce_dist.cli.main import app
 from cce_dist.needs.checkout import EXPERIMENTS, REPORT
 from cce_dist.needs.extras import CORE, EXTRAS, explain_missing, need_modules
-from tests.installs import NAME, build, make_environment, metadata_of, run
+from tests.installs import NAME, build, install, make_environment, metadata_of, run
 from tests.launch.launch_jobs import write_config
 
 # Environments are made, and torch is imported in each.
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 ROOT = Path(__file__).parent.parent
 PROBE = Path(__file__).parent / "install_probe.py"
@@ -72,7 +72,11 @@ def environments(
     made: dict[str, Path] = {}
 
     def environment(extra: str) -> Path:
-        if extra not in made:
+        if extra in BRINGS:
+            # The same packages, as test_extras_are_those_that_messages_name requires.
+            made[extra] = environment(BRINGS[extra])
+            install(made[extra], built[1], extra)
+        elif extra not in made:
             folder = tmp_path_factory.mktemp(extra or "plain")
             made[extra] = make_environment(folder, built[1], extra)
         return made[extra]
@@ -86,23 +90,33 @@ def missing_by_right(extra: str) -> set[str]:
     return {"triton", *(name for name, of in EXTRAS.items() if of not in brought)}
 
 
-@pytest.mark.parametrize("extra", CHOICES, ids=lambda extra: extra or "plain")
 def test_an_extra_brings_what_its_modules_import(
-    extra: str, environments: Environments, tmp_path: Path
+    environments: Environments, tmp_path: Path
 ) -> None:
     path = tmp_path / "found.json"
-    run([str(environments(extra)), "-I", str(PROBE), str(path), "modules"])
-    found = json.loads(path.read_text())
+    sites = [site_of(environments(extra)) for extra in CHOICES]
+    run([str(environments(CORE)), "-I", str(PROBE), str(path), "modules", *sites])
+    for extra, site, found in zip(CHOICES, sites, json.loads(path.read_text()), strict=True):
+        assert found["origin"].startswith(site)
+        require_whole(extra, found)
+
+
+def site_of(python: Path) -> str:
+    (site,) = python.parent.parent.glob("lib/python*/site-packages")
+    return str(site)
+
+
+def require_whole(extra: str, found: dict[str, Any]) -> None:
     may_miss = missing_by_right(extra)
     failed = {
         module: why
         for module, why in found["failures"].items()
         if why not in may_miss or not re.fullmatch(OPTIONAL, module)
     }
-    assert failed == {}
+    assert failed == {}, extra
     # Named in functions too: those imports come late.
     absent = {name for name, is_there in found["third_party"].items() if not is_there}
-    assert absent <= may_miss
+    assert absent <= may_miss, extra
     assert set(found["third_party"]) <= {"triton", *EXTRAS}
     assert {"", "train", "doctor", "bench loss", "plan model"} <= set(found["helps"])
     helps = found["helps"]
@@ -125,9 +139,12 @@ def run_subcommands(
 ) -> dict[str, tuple[int, str]]:
     """Exit code and output of those whose words `only` matches, in moments of work."""
     config = write_config(folder, steps=2, batch=2)
-    cache, text = str(folder / "cache"), argparse.__file__
-    answers = {**PLAIN, "config": str(config), "run": str(folder / "runs" / "tiny"), "texts": text}
-    answers |= {"--cache": cache, "--data": text, "path": str(folder / "none.json"), **more}
+    cache, text = str(folder / "cache"), Path(argparse.__file__)
+    short = folder / "short.txt"
+    short.write_text(text.read_text()[:2000])
+    answers = {**PLAIN, "config": str(config), "run": str(folder / "runs" / "tiny")}
+    answers |= {"texts": str(short), "--cache": cache, "--data": str(text)}
+    answers |= {"path": str(folder / "none.json"), **more}
     path = folder / "found.json"
     command = [str(python), "-I", str(PROBE), str(path), "commands", json.dumps(answers), only]
     run([*command, *([str(checkout)] if checkout else [])], cwd=folder)
@@ -157,24 +174,23 @@ def test_the_plain_install_works_or_names_the_extra(
     assert done.returncode == 2 and "`cce-dist plan model` needs matplotlib" in done.stderr
 
 
-@pytest.mark.parametrize("extra", ["train", "bench"])
 def test_an_extra_is_enough_to_train(
-    extra: str, built: tuple[Path, Path], environments: Environments, tmp_path: Path
+    built: tuple[Path, Path], environments: Environments, tmp_path: Path
 ) -> None:
-    only = "train|eval" if extra == "train" else "bench train"
     sizes = {"--steps": "2", "--checkpoint-steps": "2", "--evaluations": "1", "--seeds": "1"}
     small = {"--layers": "1", "--batch": "2", "--sequence-length": "16", "--megabytes": "0.05"}
     short = {"--start": "random", "--held-out-tokens": "64", "--warmup": "1"}
     timed = {"--warmup-steps": "1", "--timed-steps": "1", "--no-largest": ""}
     answers = {**sizes, **small, **short, **timed}
-    found = run_subcommands(environments(extra), tmp_path, only, **answers)
-    assert len(found) == len(only.split("|"))
-    if extra == "bench":
-        source = built[0].parent / built[0].name.removesuffix(".tar.gz")
-        only = "bench (capture|converge|first-call)|report"
-        answers["--records"] = str(source / "docs/notebook/data/evidence")
-        found |= run_subcommands(environments(extra), tmp_path, only, source, **answers)
-        assert len(found) == 5
+    # The extra `bench` brings no more than `train`, so that the environment is the same.
+    python = environments("bench")
+    found = run_subcommands(python, tmp_path, "train|eval|bench train", **answers)
+    assert len(found) == 3
+    source = built[0].parent / built[0].name.removesuffix(".tar.gz")
+    only = "bench (capture|converge|first-call)|report"
+    answers["--records"] = str(source / "docs/notebook/data/evidence")
+    found |= run_subcommands(python, tmp_path, only, source, **answers)
+    assert len(found) == 7
     for words, (code, output) in found.items():
         assert code == 0, f"{words}: {output}"
 

@@ -50,8 +50,22 @@ def test_each_old_name_is_the_module_itself() -> None:
                 assert getattr(module, name) is getattr(module, now)
 
 
+WAYS = """
+warnings.simplefilter("ignore")
+from cce_dist.adapters import pipeline_head
+import cce_dist.adapters.pipeline_head as same
+import cce_dist.adapters.pipelining
+from cce_dist.adapters.pipelining import VocabOverPipeline
+from cce_dist.pipeline import head
+assert pipeline_head is same is head
+assert cce_dist.adapters.pipelining.VocabOverPipeline is VocabOverPipeline
+assert VocabOverPipeline.__module__ == "cce_dist.pipeline.schedules.torch_schedules"
+"""
+
+
 @pytest.mark.timeout(180)
-def test_a_package_has_the_names_of_the_module_it_was() -> None:
+def test_old_names_in_a_new_process() -> None:
+    """A package has the names of the module it was, and an old name can be imported in all WAYS."""
     # One process for all: torch's import takes seconds.
     code = "import importlib, json, warnings; said = []\n"
     for old, new, name in NOW_PACKAGES:
@@ -62,26 +76,11 @@ def test_a_package_has_the_names_of_the_module_it_was() -> None:
             f"assert {name} is importlib.import_module('{new}').{name}\n"
             "said.append([str(x.message) for x in warned if x.category is DeprecationWarning])\n"
         )
-    said = json.loads(run(f"{code}print(json.dumps(said))"))
+    said = json.loads(run(f"{code}{WAYS}print(json.dumps(said))"))
     for (old, new, _), (message,) in zip(NOW_PACKAGES, said, strict=True):
         assert message.startswith(f"{old} is now {new}; ")
         with pytest.raises(AttributeError, match="unheard_of"):
             _ = import_module(old).unheard_of
-
-
-def test_ways_to_import_an_old_name() -> None:
-    code = (
-        "import warnings; warnings.simplefilter('ignore')\n"
-        "from cce_dist.adapters import pipeline_head\n"
-        "import cce_dist.adapters.pipeline_head as same\n"
-        "import cce_dist.adapters.pipelining\n"
-        "from cce_dist.adapters.pipelining import VocabOverPipeline\n"
-        "from cce_dist.pipeline import head\n"
-        "assert pipeline_head is same is head\n"
-        "assert cce_dist.adapters.pipelining.VocabOverPipeline is VocabOverPipeline\n"
-        "print(VocabOverPipeline.__module__)"
-    )
-    assert run(code).strip() == "cce_dist.pipeline.schedules.torch_schedules"
 
 
 def test_pickles_of_old_names_load() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 
 from cce_dist.bench.inputs import Shape, make_inputs
 from tests.benchmarks.bench_cases import invoke, read_csv, refuse
+from tests.support.torchrun import run_forked
 
 
 def broken(*given: Any) -> Any:
@@ -67,11 +66,9 @@ def test_bench_capture_command(tmp_path: Path) -> None:
     sizes = ["--vocab", "300", "--dim", "16", "--layers", "1", "--megabytes", "0.2"]
     run = ["--batch", "2", "--sequence-length", "16", "--tokens", "32", "--out", str(tmp_path)]
     # A process of its own, since training joins a process group.
-    command = [sys.executable, "-m", "cce_dist", "bench", "capture", *sizes, *run]
-    done = subprocess.run(
-        [*command, "--step", "0", "--step", "2"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    command = ("bench", "capture", *sizes, *run, "--step", "0", "--step", "2")
+    code, output = run_forked(0, tmp_path / "out", *command)
+    assert code == 0, output
     start, trained = (torch.load(tmp_path / f"step-{n}.pt", weights_only=True) for n in (0, 2))
     assert start["hidden"].shape == (32, 16)
     assert start["weight"].shape == (300, 16)

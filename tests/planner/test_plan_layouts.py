@@ -96,11 +96,12 @@ def test_a_plan_for_many(microbatches: int) -> None:
     model = Model(classes=524288, dim=8192, layers=256, mlp_dim=28672, heads=64, kv_heads=8)
     job = Job(sequence=8192, pp=128, dp=8, microbatches=microbatches, recompute="full")
     job = replace(job, loss="exact", vocab_over="pp", distributed_optimizer=True)
-    start = time.perf_counter()
+    start = time.process_time()
     plan = best_plan(model, job, H200)
     pays = vocab_pays(model, job, H200, best=plan)
     assert largest_of_layouts(model, job, H200) >= largest_microbatch(plan) >= 1
-    assert time.perf_counter() - start < 10
+    # 2 s and 5 s; of the processor, whatever else it has to do.
+    assert time.process_time() - start < 20
     assert pays is not None and pays.over is plan
     assert job.gpus == 1024 and plan.fits
     assert max(rank.in_flight for rank in plan.ranks) <= min(microbatches, 128 + 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from cce_dist.cli.main import app
 from cce_dist.train.config.load import describe_keys, load_config, parse_arguments
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.errors import ConfigError
+from tests.support.torchrun import run_placed_training
 
 CONFIGS = Path(__file__).parents[2] / "launch" / "configs"
 
@@ -349,14 +349,9 @@ def test_train_help_without_the_train_extra(monkeypatch: pytest.MonkeyPatch) -> 
 def test_train_command_exits_with_2(tmp_path: Path, rank: int) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("model: {dims: 8}")
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    done = subprocess.run(
-        [sys.executable, "-m", "cce_dist", "train", str(path)],
-        cwd=CONFIGS.parent.parent,
-        env=place | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert ("model.dims" in done.stderr) == (rank == 0)
-    assert "Traceback" not in done.stderr
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    code, output = run_placed_training([place], path)
+    assert code == 2
+    assert ("model.dims" in output) == (rank == 0)
+    assert "Traceback" not in output

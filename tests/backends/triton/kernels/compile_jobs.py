@@ -1,12 +1,13 @@
 """A script that compiles the kernels of losses and of their gradients for GPUs that need not be
-there: `python compile_jobs.py 86:bf16,exact 89:e4m3` prints a record of each binary.
+there: `python compile_jobs.py 86,89 86:bf16,exact 89:e4m3` prints a record of each binary for 86
+and 89.
 
 Tensors lie on the CPU and Triton's driver is a stand-in, so that nothing is launched. A process of
 its own, for torch and Triton are told lies. It stops before LLVM optimises, which with ptxas takes
 three quarters of the time: what memory a kernel takes is known by then, and what Triton cannot
-compile has failed. Of a kernel's variants, for all GPUs that are named, it compiles those with a
-flag, a dtype or a tile that no earlier one had. With "whole" as an argument too it compiles every
-variant for every GPU, through all stages.
+compile has failed. Of all variants that the calls name it compiles the fewest that have every flag,
+dtype and tile of each kernel on each generation of GPUs. With "whole" as an argument too it
+compiles every variant for every GPU, through all stages.
 """
 
 # What takes the place of torch's and Triton's own has not their types.
@@ -18,8 +19,10 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -98,6 +101,27 @@ CALLS = {
 }
 
 
+PASSES = compiler.passes
+# Of the stage that lowers to LLVM's dialect: what tidies up and finds no fault; what only places
+# barriers, and takes no memory; and LLVM's own work on the result.
+SKIPPED = (
+    (PASSES.common, "add_canonicalizer"),
+    (PASSES.common, "add_cse"),
+    (PASSES.common, "add_symbol_dce"),
+    (PASSES.ttgpuir, "add_canonicalize_llvm_ir"),
+    (PASSES.llvmir, "add_di_scope"),
+    (compiler.nvidia.passes.ttgpuir, "add_membar"),
+    (compiler.nvidia.passes.ttnvgpuir, "add_proxy_fence_insertion"),
+    (compiler.nvidia.passes.ttnvgpuir, "add_initialize_ws_cluster_barriers"),
+    (compiler.nvidia, "set_nvvm_reflect_ftz"),
+    (compiler.nvidia, "has_extern_deps"),
+    (compiler.llvm, "to_module"),
+    (compiler.llvm, "attach_datalayout"),
+    (compiler.llvm, "link_extern_libs"),
+    (compiler.llvm, "optimize_module"),
+)
+
+
 class StandIn:
     """Triton's driver, of a GPU of that compute capability."""
 
@@ -150,70 +174,107 @@ def of_garbage(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def skip_late_stages() -> None:
-    """LLVM's own work on the kernels, and ptxas; and passes that only place barriers: a third of
-    what is left for 10.0, and they take no memory."""
+    """From here on Triton lowers to LLVM's dialect, without SKIPPED, and no further."""
+    make_llir = CUDABackend.make_llir
+
+    def make_untidy_llir(*given: Any) -> str:
+        with ExitStack() as stack:
+            # Earlier stages need some of them; Triton's earlier releases lack some.
+            for owner, name in SKIPPED:
+                if hasattr(owner, name):
+                    stack.enter_context(mock.patch.object(owner, name))
+            return make_llir(*given)
 
     def make_ptx(self: CUDABackend, source: str, metadata: dict[str, Any], *given: Any) -> str:
         metadata["name"] = "none"
         return ""
 
-    compiler.llvm.optimize_module = lambda *given, **named: None
+    CUDABackend.make_llir = make_untidy_llir
     CUDABackend.make_ptx = make_ptx
     CUDABackend.make_cubin = lambda *given: b""
-    passes = compiler.nvidia.passes
-    for owner, name in (
-        (passes.ttgpuir, "add_membar"),
-        (passes.ttnvgpuir, "add_proxy_fence_insertion"),
-        (passes.ttnvgpuir, "add_initialize_ws_cluster_barriers"),
-    ):
-        # Triton's earlier releases lack some.
-        if hasattr(owner, name):
-            setattr(owner, name, lambda *given: None)
 
 
-def traits_of(args: tuple[Any, ...], named: dict[str, Any]) -> set[Any]:
-    """What tells variants of a kernel apart, but for counts: dtypes, tiles, flags."""
-    traits = set()
-    for name, value in (*enumerate(args), *named.items()):
-        tensor = getattr(value, "base", value)
-        if isinstance(tensor, Tensor):
-            tile = tuple(getattr(value, "block_shape", ()))
-            traits.add((name, tensor.dtype, tile))
-        elif name in named:
-            traits.add((name, value))
-    return traits
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A kernel as a call starts it."""
 
+    kernel: Any  # a JITFunction
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+    grid: tuple[int, ...]
+    call: str
+    capability: int
 
-def record_warmups(records: list[dict[str, Any]], *, every: bool) -> None:
-    """`start` compiles, and a record is kept of each binary, or of why there is none.
+    @property
+    def residents(self) -> int:
+        """Programs at a time on a multiprocessor, of a kernel whose programs wait for others."""
+        return self.grid[0] // PROGRAMS if self.named.get("launch_cooperative_grid") else 1
 
-    Args:
-        every: also of variants without a trait that the kernel's earlier ones lack.
-    """
-    warmup, seen, traits = JITFunction.warmup, set(), set()
+    def traits(self) -> set[Any]:
+        """What tells it apart from the kernel's other variants, but for counts: dtypes, tiles,
+        flags. GPUs of a generation have theirs in common: Triton goes through the same passes."""
+        traits: set[Any] = {("residents", self.residents)}
+        for name, value in (*enumerate(self.args), *self.named.items()):
+            tensor = getattr(value, "base", value)
+            if isinstance(tensor, Tensor):
+                tile = tuple(getattr(value, "block_shape", ()))
+                traits.add((name, tensor.dtype, tile))
+            elif name in self.named:
+                traits.add((name, value))
+        generation = min(self.capability // 10, 10)
+        return {(self.kernel, generation, *trait) for trait in traits}
 
-    def recorded(self: JITFunction, *args: Any, grid: tuple[int, ...], **named: Any) -> Any:
-        record = {"kernel": f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}"}
-        residents = grid[0] // PROGRAMS if named.get("launch_cooperative_grid") else 1
-        new = {(self, *trait) for trait in traits_of(args, {**named, "residents": residents})}
-        if not every and new <= traits:
-            return None
-        traits.update(new)
+    def compile(self) -> tuple[dict[str, Any], str | None]:
+        """Its record, and the binary's hash, None if there is none."""
+        stand_in(self.capability)
+        fn = self.kernel.fn
+        record = {
+            "kernel": f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}",
+            "call": self.call,
+            "capability": self.capability,
+        }
         try:
-            made = warmup(self, *args, grid=grid, **named)
+            made = self.kernel.warmup(*self.args, grid=self.grid, **self.named)
         except Exception as error:
-            records.append({**record, "error": f"{type(error).__name__}: {error}"})
-            return None
-        assert made is not None
-        if (made.hash, residents) not in seen:
-            seen.add((made.hash, residents))
-            data = made.metadata
-            taken = {"shared": data.shared, "tensor": getattr(data, "tmem_size", 0) or 0}
-            records.append({**record, **taken, "residents": residents})
-        return made
+            return {**record, "error": f"{type(error).__name__}: {error}"}, None
+        data = made.metadata
+        taken = {"shared": data.shared, "tensor": getattr(data, "tmem_size", 0) or 0}
+        return {**record, **taken, "residents": self.residents}, made.hash
 
-    JITFunction.warmup = recorded
+
+def record_variants(jobs: list[str]) -> list[Variant]:
+    """Every variant that these jobs would compile."""
+    variants: list[Variant] = []
+    # Of the job under way.
+    place: dict[str, Any] = {}
+
+    def recorded(self: JITFunction, *args: Any, grid: tuple[int, ...], **named: Any) -> None:
+        variants.append(Variant(self, args, named, grid, **place))
+
     launch_start._compiled.set([])
+    with mock.patch.object(JITFunction, "warmup", recorded), torch.no_grad():
+        for job in jobs:
+            capability, _, names = job.partition(":")
+            stand_in(int(capability))
+            for name in names.split(","):
+                place.update(call=name, capability=int(capability))
+                if name in OTHERS:
+                    OTHERS[name]()
+                else:
+                    compile_call(CALLS[name])
+    return variants
+
+
+def fewest(variants: list[Variant]) -> list[Variant]:
+    """Some that have all traits of all: the next one is that with most traits which are missing."""
+    by_variant = [(variant, variant.traits()) for variant in variants]
+    missing = set().union(*(traits for _, traits in by_variant))
+    chosen = []
+    while missing:
+        variant, traits = max(by_variant, key=lambda each: len(each[1] & missing))
+        chosen.append(variant)
+        missing -= traits
+    return chosen
 
 
 def compile_call(call: Call) -> None:
@@ -291,26 +352,24 @@ def compile_small() -> None:
 OTHERS = {"largest": compile_largest, "small": compile_small}
 
 
-def main(jobs: list[str], *, whole: bool) -> None:
-    records: list[dict[str, Any]] = []
+def main(capabilities: list[int], jobs: list[str], *, whole: bool) -> None:
     stand_in_for_tensors()
     if not whole:
         skip_late_stages()
-    record_warmups(records, every=whole)
-    for job in jobs:
-        capability, _, names = job.partition(":")
-        stand_in(int(capability))
-        for name in names.split(","):
-            before = len(records)
-            with torch.no_grad():
-                if name in OTHERS:
-                    OTHERS[name]()
-                else:
-                    compile_call(CALLS[name])
-            for record in records[before:]:
-                record |= {"call": name, "capability": int(capability)}
+    variants = record_variants(jobs)
+    records, seen = [], set()
+    for variant in variants if whole else fewest(variants):
+        if variant.capability in capabilities:
+            record, binary = variant.compile()
+            if binary is None or (binary, variant.residents) not in seen:
+                seen.add((binary, variant.residents))
+                records.append(record)
     json.dump(records, sys.stdout)
 
 
 if __name__ == "__main__":
-    main([job for job in sys.argv[1:] if job != "whole"], whole="whole" in sys.argv)
+    main(
+        [int(each) for each in sys.argv[1].split(",")],
+        [job for job in sys.argv[2:] if job != "whole"],
+        whole="whole" in sys.argv,
+    )

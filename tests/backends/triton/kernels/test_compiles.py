@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 
 from cce_dist.backends.triton.forward.hopper import why_no_gluon
 
-JOBS = Path(__file__).parent / "compile_jobs.py"
+SCRIPT = Path(__file__).parent / "compile_jobs.py"
 KERNELS = Path(__file__).parents[4] / "cce_dist/backends/triton/kernels"
 # Bytes of shared memory of a block, and of a multiprocessor, of which each block takes RESERVED.
 # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
@@ -40,15 +40,15 @@ MEMORY = {
 RESERVED = 1024
 # Columns of tensor memory of a multiprocessor.
 TENSOR = 512
-# By compute capability: B200; RTX 50; H100; and A10 and A6000, L4 and L40S, A100, for which Triton
-# goes through the same passes: it compiles once what these have in common, for the one with least
-# memory.
-CALLS = (
-    ("100:bf16,everything,exact,e4m3,small",),
-    ("120:bf16,exact,fp32-exact",),
-    ("86:bf16,everything,int8", "89:e4m3", "80:everything,temperature-exact"),
-    ("90:bf16,chunk,temperature,temperature-softcap",),
+# By compute capability. Triton goes through the same passes for B200 and RTX 50, and for A10 and
+# A6000, L4 and L40S, A100: what GPUs of a generation have in common is compiled for the first.
+JOBS = (
+    *("100:bf16,everything,exact,e4m3,small", "120:bf16,exact,fp32-exact"),
+    *("86:bf16,everything,int8", "89:e4m3", "80:everything,temperature-exact"),
+    "90:bf16,chunk,temperature,temperature-softcap",
 )
+# In a process each.
+CAPABILITIES = ((100,), (90,), (86, 89, 80), (120,))
 # Where the calls reach every kernel, but for Hopper's own.
 WHOLE = 100
 HOPPER = {"hopper.hopper_forward_kernel", "hopper_logits.hopper_logits_kernel"}
@@ -63,11 +63,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return found
 
 
-def compiled(calls: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
+def compiled(capabilities: tuple[int, ...], folder: Path) -> list[dict[str, Any]]:
     # Of the binaries' cache nobody else may have anything: no stage after LLVM's was run.
     env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
     done = subprocess.run(
-        [sys.executable, str(JOBS), *calls],
+        [sys.executable, str(SCRIPT), ",".join(map(str, capabilities)), *JOBS],
         env=env,
         capture_output=True,
         text=True,
@@ -103,9 +103,9 @@ def kernels() -> set[str]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("calls", CALLS, ids=" ".join)
-def test_kernels_compile_and_fit(calls: tuple[str, ...], tmp_path: Path) -> None:
-    records = compiled(calls, tmp_path)
+@pytest.mark.parametrize("capabilities", CAPABILITIES, ids=lambda each: "-".join(map(str, each)))
+def test_kernels_compile_and_fit(capabilities: tuple[int, ...], tmp_path: Path) -> None:
+    records = compiled(capabilities, tmp_path)
     reasons = [(record, why_not(record, record["capability"])) for record in records]
     failed = [
         f"{one['kernel']} of {one['call']} on {one['capability']}: {why}"
@@ -113,8 +113,7 @@ def test_kernels_compile_and_fit(calls: tuple[str, ...], tmp_path: Path) -> None
         if why is not None
     ]
     assert not failed, "\n".join(failed)
-    capabilities = {int(each.partition(":")[0]) for each in calls}
-    assert {record["capability"] for record in records} == capabilities
+    assert {record["capability"] for record in records} == set(capabilities)
     seen = {record["kernel"] for record in records}
     if WHOLE in capabilities:
         assert seen == kernels() - HOPPER
