@@ -32,10 +32,12 @@ ROOT = Path(__file__).parent.parent
 PROBE = Path(__file__).parent / "install_probe.py"
 # All but `test`, whose environment is the one that runs this.
 CHOICES = (CORE, "train", "bench", "mpi", "megatron", "tensorboard")
+# Frameworks, of which an environment of its own would hold nothing to import: tests/integrations.
+FRAMEWORKS = ("torchtitan", "transformers", "trl")
 # Extras that bring what another brings.
 BRINGS = {"bench": "train"}
 # Without Triton, which torch's CUDA build brings, and without what extras bring.
-OPTIONAL = r"cce_dist\.(backends\.(triton|empty_shard)|train|bench|testing)\b.*"
+OPTIONAL = r"cce_dist\.(backends\.(triton|empty_shard)|integrations|train|bench|testing)\b.*"
 # Subcommands that train, or read what training has written.
 TRAINING = ("train", "eval", "bench train")
 # Those that no installed package has.
@@ -251,11 +253,11 @@ def test_shell_completion(environments: Environments, tmp_path: Path) -> None:
 
 def test_extras_are_those_that_messages_name(built: tuple[Path, Path]) -> None:
     metadata = metadata_of(built[1])
-    assert set(metadata.get_all("Provides-Extra") or ()) == {*CHOICES, "test"} - {CORE}
-    required: dict[str, set[str]] = {extra: set() for extra in CHOICES}
+    assert set(metadata.get_all("Provides-Extra") or ()) == {*CHOICES, *FRAMEWORKS, "test"} - {CORE}
+    required: dict[str, set[str]] = {extra: set() for extra in (*CHOICES, *FRAMEWORKS)}
     for text in metadata.get_all("Requires-Dist") or ():
         requirement = Requirement(text)
-        for extra in CHOICES:
+        for extra in required:
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
                 required[extra].add(canonicalize_name(requirement.name))
     packages = importlib.metadata.packages_distributions()
