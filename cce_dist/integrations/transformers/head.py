@@ -63,8 +63,8 @@ class Deferral:
 
     def _replace(self) -> None:
         self.inner = self.inside.forward
-        # Of a module's call hooks are a part, but for this attribute, which torch's own
-        # Module.compile sets. The compiler calls forward.
+        # A module's call runs its hooks, unless it has this attribute, which torch's own
+        # Module.compile sets. The compiler calls forward in any case.
         for module, name, value in (
             (self.head, "_compiled_call_impl", self.defer),
             (self.inside, "forward", self.forward),
