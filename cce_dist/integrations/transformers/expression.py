@@ -123,11 +123,12 @@ class Expression:
         for new in other.products:
             # DoRA multiplies the same hidden states by two weights.
             old = next((x for x in products if x.hidden is new.hidden), None)
+            if new.weight is None or any(x.weight is None for x in products):
+                return None
             if old is None:
                 products.append(new)
-            elif old.weight is None or new.weight is None:
-                return None
             else:
+                assert old.weight is not None
                 weight = old.weight * old.factor + new.weight * new.factor
                 products[products.index(old)] = Product.of(new.hidden, weight)
         return replace(self, products=tuple(products), biases=self.biases + other.biases)
@@ -210,7 +211,15 @@ class Expression:
         arguments: dict[str, Any] = {"hidden": hidden, "weight": weight, "bias": bias}
         if not self.capped:
             return {**arguments, "logit_scale": scale}
-        return {**arguments, "logit_scale": self.outer * scale, "softcap": 1 / scale}
+        # tanh is odd.
+        return {**arguments, "logit_scale": self.outer * scale, "softcap": 1 / abs(scale)}
+
+
+def comes_from_wrapper(hook: Any) -> bool:
+    """Tells a hook of FSDP, DeepSpeed and their like, which know what they get, from a user's."""
+    hook = getattr(hook, "func", hook)
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return module.split(".")[0] in ("torch", "deepspeed", "transformers", "accelerate")
 
 
 def version_of(tensor: Tensor) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,15 +28,47 @@ patched_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 @dataclass
 class Patch:
-    """The options, and the forward that the model's own attribute had; None: its class's."""
+    """What a patched model remembers.
+
+    Args:
+        options: the loss's.
+        function: the patched forward, of `forward_of`.
+        forward: what the model's own attribute had before; None: its class's.
+        is_on: False after `remove`, where another wrapper, such as Accelerate's, holds `function`.
+    """
 
     options: LossOptions
+    function: Callable[..., Any]
     forward: Callable[..., Any] | None
+    is_on: bool = True
     said: set[str] = field(default_factory=set)  # to the user, once
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as None: a pickled model's forward is its class's, so that it is not patched."""
+        return type(None), ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        forward = copy.deepcopy(self.forward, memo)
+        return replace(self, forward=forward, said=set(self.said))
 
 
 def patch_of(model: nn.Module) -> Patch | None:
-    return vars(model).get(ATTRIBUTE)
+    patch = vars(model).get(ATTRIBUTE)
+    return patch if patch is not None and patch.is_on else None
+
+
+def count_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Counts an optimizer's step as a write to the heads that it trains.
+
+    Fused optimizers do not, and logits that are read afterwards would be the new weights'.
+    """
+    groups = optimizer.param_groups
+    stepped = {id(x) for group in groups for x in group["params"] if x.grad is not None}
+    models: list[Any] = [x for x in patched_models if patch_of(x) is not None]
+    heads = [x.get_output_embeddings() for x in models]
+    weights = [x for head in heads if head is not None for x in head.parameters()]
+    written = {id(x): x for x in weights if id(x) in stepped}
+    torch.autograd.graph.increment_version(list(written.values()))
 
 
 @functools.cache
@@ -47,9 +80,10 @@ def forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     signature = inspect.signature(cls.forward)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patch = patch_of(self)
-        assert patch is not None
-        run = patch.forward or functools.partial(cls.forward, self)
+        old, patch = vars(self).get(ATTRIBUTE), patch_of(self)
+        run = (old and old.forward) or functools.partial(cls.forward, self)
+        if patch is None:
+            return run(*args, **kwargs)
         patched_models.add(self)
         if not self.training or not _has_labels(signature, self, args, kwargs):
             return run(*args, **kwargs)

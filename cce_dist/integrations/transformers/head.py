@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from cce_dist.integrations.transformers.expression import (
     Finish,
     HeadCall,
     Product,
+    comes_from_wrapper,
     version_of,
 )
 from cce_dist.integrations.transformers.logits import DeferredLogits, not_compiled
@@ -44,7 +46,7 @@ class Deferral:
         self.inside = head.module if isinstance(head, FullyShardedDataParallel) else head
         self.call = HeadCall(name, options, said, self.compute)
         self.finish: Finish | None = None
-        self.replaced: list[tuple[Any, str, Any]] = []
+        self.thread = threading.get_ident()
 
     @not_compiled
     def begin(self) -> None:
@@ -54,37 +56,46 @@ class Deferral:
         weight = getattr(self.inside, "weight", None)
         # A head that FSDP2 shards is known when it is gathered.
         self.is_split = isinstance(weight, DTensor) and not isinstance(head, FSDPModule)
-        self._replace()
+        for hook in (hook for x in self.head.modules() for hook in x._forward_hooks.values()):
+            if not comes_from_wrapper(hook):
+                self._refuse(
+                    f"a forward hook of its head, {hook}, would get the loss in place of logits"
+                )
+        outer = getattr(self.inside.forward, "__self__", None)
+        self.outer = outer if isinstance(outer, Deferral) else None
+        self.replaced = self._replace(self.defer)
 
     @not_compiled
     def end(self) -> None:
         self.call.stage = DONE
-        self._restore()
+        _restore(self.replaced)
 
-    def _replace(self) -> None:
-        self.inner = self.inside.forward
+    def _replace(self, call: Any) -> list[tuple[Any, str, Any]]:
+        """Stands in for the head's call and forward; returns what `_restore` puts back."""
+        inner = self.inside.forward
+        # A model may call itself, or another one that has the same head.
+        while isinstance(outer := getattr(inner, "__self__", None), Deferral):
+            if outer.thread != threading.get_ident():
+                self._refuse("another thread is in the forward of a model with the same head")
+            inner = outer.inner
+        self.inner = inner
+        replaced = []
         # A module's call runs its hooks, unless it has this attribute, which torch's own
         # Module.compile sets. The compiler calls forward in any case.
         for module, name, value in (
-            (self.head, "_compiled_call_impl", self.defer),
+            (self.head, "_compiled_call_impl", call),
             (self.inside, "forward", self.forward),
         ):
-            self.replaced.append((module, name, vars(module).get(name)))
+            replaced.append((module, name, vars(module).get(name)))
             setattr(module, name, value)
-
-    def _restore(self) -> None:
-        for module, name, old in self.replaced:
-            if old is None:
-                delattr(module, name)
-            else:
-                setattr(module, name, old)
-        self.replaced.clear()
+        return replaced
 
     @not_compiled
     def defer(self, hidden: Tensor) -> DeferredLogits:
         """Returns the logits of [..., D], not computed."""
         call, device = self.call, hidden.device.type
-        self.versions = [version_of(x) for x in self.head.parameters()]
+        # A held weight's id is no other's.
+        self.weights, self.state = list(self.head.parameters()), _state_of(self.head)
         call.dtype = None
         if torch.is_autocast_enabled(device):
             call.dtype = torch.get_autocast_dtype(device)
@@ -94,15 +105,15 @@ class Deferral:
     def compute(self, hidden: Tensor, finish: Finish) -> Tensor:
         """Calls the head, whose forward returns the result of `finish`."""
         call, stage = self.call, self.call.stage
-        if [version_of(x) for x in self.head.parameters()] != self.versions:
+        if _state_of(self.head) != self.state:
             raise PatchError(
-                "the head's weights changed after the head was called, so that its logits cannot "
-                "be computed any more: read them before the optimizer's step"
+                "the head's weights changed after the head was called, or its adapters, so that "
+                "its logits cannot be computed any more: read them before the optimizer's step"
             )
-        is_new = not self.replaced
-        if is_new:
-            self._replace()
-        self.finish, call.stage, self.head._compiled_call_impl = finish, IN_HEAD, None
+        # It may be read in another thread than the forward's.
+        thread, self.thread = self.thread, threading.get_ident()
+        replaced = self._replace(None)
+        self.finish, call.stage = finish, IN_HEAD
         try:
             with torch.autocast(
                 hidden.device.type, dtype=call.dtype, enabled=call.dtype is not None
@@ -110,9 +121,8 @@ class Deferral:
                 # Tensor parallelism's hooks would gather what the head returns.
                 return self.forward(hidden) if self.is_split else self.head(hidden)
         finally:
-            self.finish, call.stage, self.head._compiled_call_impl = None, stage, self.defer
-            if is_new:
-                self._restore()
+            self.finish, call.stage, self.thread = None, stage, thread
+            _restore(replaced)
 
     @not_compiled
     def forward(self, hidden: Any) -> Any:
@@ -177,6 +187,9 @@ class Deferral:
                 "output (another patch, such as Liger's, may have replaced it); switch this patch "
                 "off with remove(model)"
             )
+        if self.outer is not None:
+            # The inner of two models that share a head may compute the loss of both.
+            self.outer.call.num_losses += 1
         if "loss" not in call.said:
             call.said.add("loss")
             logger.info(
@@ -185,6 +198,21 @@ class Deferral:
                 "cce_dist.integrations.transformers.remove(model)",
                 *(call.model, call.options.gradient, call.options.logits, call.options.backend),
             )
+
+
+def _restore(replaced: list[tuple[Any, str, Any]]) -> None:
+    for module, name, old in replaced:
+        if old is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, old)
+
+
+def _state_of(head: nn.Module) -> list[Any]:
+    """Returns what the head's logits depend on: its weights, and PEFT's switches of adapters."""
+    switches = ("disable_adapters", "active_adapters")
+    state: list[Any] = [(id(x), version_of(x)) for x in head.parameters()]
+    return state + [getattr(x, name, None) for x in head.modules() for name in switches]
 
 
 def require_linear(name: str, head: Any) -> None:

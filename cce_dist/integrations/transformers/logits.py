@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ METADATA: set[Any] = {
     *(Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex),
     torch.numel,
 }
+GRADIENTS: set[Any] = {Tensor.register_hook, Tensor.retain_grad}
 # What functions of torch make of deferred logits, and the keywords that a handler knows. It
 # returns NotImplemented where its function needs the logits themselves.
 HANDLERS: dict[Any, tuple[Callable[..., Any], frozenset[str]]] = {}
@@ -71,6 +73,9 @@ class DeferredLogits(Tensor):
         hidden = expression.products[0].hidden
         shape = (*hidden.shape[:-1], call.num_classes)
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
+        # Logits that are made under no_grad have no gradient where they are read either.
+        if not torch.is_grad_enabled():
+            expression = replace(expression, detached=True)
         self.call, self.expression, self._logits = call, expression, None
         return self
 
@@ -79,10 +84,15 @@ class DeferredLogits(Tensor):
         return self._logits is not None
 
     @property
+    def is_of_function(self) -> bool:
+        """Tells whether an autograd Function returned it, whose backward would be left out."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.requires_grad
+
+    @property
     def wants_grad(self) -> bool:
         hidden = any(x.hidden.requires_grad for x in self.expression.products)
-        records = torch.is_grad_enabled() and not self.expression.detached
-        return records and (hidden or self.call.trains)
+        return not self.expression.detached and (hidden or self.call.trains)
 
     def compute(self, finish: Finish) -> Tensor:
         """Returns the result of `finish` for this expression, with the head's own products."""
@@ -104,10 +114,13 @@ class DeferredLogits(Tensor):
     def materialize(self) -> Tensor:
         """Returns the logits, [..., V]; computes them at the first call."""
         if self._logits is None:
-            if all(x.weight is not None for x in self.expression.products):
-                self._logits = self.expression.logits(self.dtype)
-            else:
-                self._logits = self.compute(lambda whole: whole.logits(self.dtype))
+            # The first reader may be under no_grad, and a later one may not.
+            records = not self.expression.detached
+            with torch.inference_mode(False), torch.set_grad_enabled(records):
+                if all(x.weight is not None for x in self.expression.products):
+                    self._logits = self.expression.logits(self.dtype)
+                else:
+                    self._logits = self.compute(lambda whole: whole.logits(self.dtype))
         return self._logits
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -141,8 +154,15 @@ def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     deferred = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DeferredLogits)]
+    if any(x.is_of_function for x in deferred):
+        raise PatchError(
+            f"{deferred[0].call.model} cannot be patched: its head is called within an autograd "
+            "Function, such as a checkpoint's; give that use_reentrant=False"
+        )
     handler, names = HANDLERS.get(func, (None, frozenset()))
-    if handler and kwargs.keys() <= names and not any(x.is_computed for x in deferred):
+    # Of logits that are computed the loss makes no gradient either.
+    is_deferred = func in GRADIENTS or not any(x.is_computed for x in deferred)
+    if handler and kwargs.keys() <= names and is_deferred:
         result = handler(*args, **kwargs)
         if result is not NotImplemented:
             return result

@@ -18,7 +18,7 @@ from torch import Tensor
 from cce_dist import LossOptions, linear_cross_entropy
 from cce_dist.integrations.errors import PatchError
 from cce_dist.integrations.transformers.adapters import AdapterGrad, Logits
-from cce_dist.integrations.transformers.expression import Expression
+from cce_dist.integrations.transformers.expression import Expression, comes_from_wrapper
 from cce_dist.integrations.transformers.logits import DeferredLogits, handles
 
 # pyright takes it for a bool.
@@ -143,8 +143,10 @@ def _flatten(logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> A
 
 
 @handles(Tensor.squeeze, torch.squeeze)
-def _squeeze(logits: DeferredLogits, dim: int) -> Any:
-    if dim % logits.dim() == logits.dim() - 1:
+def _squeeze(logits: DeferredLogits, dim: Any = None) -> Any:
+    dim = tuple(range(logits.dim() - 1)) if dim is None else dim
+    dims = dim if isinstance(dim, tuple) else (dim,)
+    if any(x % logits.dim() == logits.dim() - 1 for x in dims):
         return NotImplemented
     return _of_rows(logits, lambda x: x.squeeze(dim))
 
@@ -153,17 +155,23 @@ def _squeeze(logits: DeferredLogits, dim: int) -> Any:
 def _getitem(logits: DeferredLogits, index: Any) -> Any:
     """Takes tokens: an index that leaves the vocabulary whole."""
     indices = index if isinstance(index, tuple) else (index,)
-    num_dims = sum(
-        x.dim() if isinstance(x, Tensor) and x.dtype == torch.bool else 1
-        for x in indices
-        if x is not None and x is not Ellipsis
-    )
-    if any(x is Ellipsis for x in indices) or num_dims == logits.dim():
+    reaches = sum(_num_dims(x) for x in indices) == logits.dim()
+    if reaches or any(x is Ellipsis for x in indices):
         last = indices[-1]
         whole = isinstance(last, slice) and last in (slice(None), slice(0, None))
-        if last is not Ellipsis and not whole:
+        if not whole and (reaches or last is not Ellipsis):
             return NotImplemented
     return _of_rows(logits, lambda x: x[index])
+
+
+def _num_dims(index: Any) -> int:
+    """Returns the number of dims that an index takes."""
+    if index is None or index is Ellipsis or isinstance(index, bool):
+        return 0
+    if isinstance(index, (int, slice)):
+        return 1
+    mask = torch.as_tensor(index)
+    return mask.dim() if mask.dtype in (torch.bool, torch.uint8) else 1
 
 
 @handles(_requires_grad.__get__)
@@ -174,6 +182,16 @@ def _needs_grad(logits: DeferredLogits) -> bool:
 @handles(Tensor.register_hook)
 def _register_hook(logits: DeferredLogits, hook: Any) -> None:
     """Nothing: FSDP's hooks of its root's outputs wait for the first gradient, the loss's."""
+    if not comes_from_wrapper(hook):
+        _retain_grad(logits)
+
+
+@handles(Tensor.retain_grad)
+def _retain_grad(logits: DeferredLogits) -> None:
+    raise PatchError(
+        f"the loss of {logits.call.model} makes no gradient of its logits, which retain_grad and "
+        "register_hook ask for: switch the patch off with remove(model)"
+    )
 
 
 @handles(F.cross_entropy)
@@ -293,6 +311,6 @@ def _is_columns(logits: Any, value: Any) -> bool:
         isinstance(logits, DeferredLogits)
         and isinstance(value, Tensor)
         and not isinstance(value, DeferredLogits)
-        and value.dim() > 0
+        and 0 < value.dim() <= logits.dim()
         and value.shape[-1] == value.numel() == logits.shape[-1]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cce_dist import LossOptions
 from cce_dist.integrations.errors import PatchError
@@ -17,6 +19,7 @@ from cce_dist.integrations.log import logger
 from cce_dist.integrations.transformers.forward import (
     ATTRIBUTE,
     Patch,
+    count_step,
     forward_of,
     patch_of,
     patched_models,
@@ -47,6 +50,7 @@ class _State:
     options: LossOptions | None = None
     post_init: Any = None
     refused: ClassVar[set[str]] = set()
+    steps: Any = None  # the handle of count_step
 
 
 def patch(model: Any, **options: object) -> Any:
@@ -72,7 +76,7 @@ def patch(model: Any, **options: object) -> Any:
             f"{type(inner).__name__} is patched with {old.options}, now asked for {wanted}; call "
             "remove(model) between them"
         )
-    if old is None:
+    if old is None or not _is_held(inner, old):
         _patch(inner, wanted)
     return model
 
@@ -123,7 +127,9 @@ def remove(model: Any = None) -> None:
         from transformers import PreTrainedModel
 
         PreTrainedModel.post_init = _State.post_init
-    _State.post_init = _State.options = None
+    if _State.steps is not None:
+        _State.steps.remove()
+    _State.post_init = _State.options = _State.steps = None
     _State.refused.clear()
 
 
@@ -171,18 +177,39 @@ def _model_in(module: Any) -> Any:
 
 def _patch(model: Any, options: LossOptions) -> None:
     require_linear(type(model).__name__, model.get_output_embeddings())
-    setattr(model, ATTRIBUTE, Patch(options, vars(model).get("forward")))
-    model.forward = types.MethodType(forward_of(type(model)), model)
+    old, forward = vars(model).get(ATTRIBUTE), vars(model).get("forward")
+    if old is not None and _is_held(model, old):
+        old.options, old.is_on = options, True
+    else:
+        function = forward_of(type(model))
+        setattr(model, ATTRIBUTE, Patch(options, function, forward))
+        model.forward = types.MethodType(function, model)
     patched_models.add(model)
+    if _State.steps is None:
+        _State.steps = register_optimizer_step_post_hook(count_step)
+
+
+def _is_held(model: Any, old: Patch) -> bool:
+    """Tells whether the model's forward still calls the patch's: Accelerate unwraps forwards."""
+    forward: Any = model.forward
+    while forward is not None:
+        last = getattr(forward, "__func__", forward)
+        if last is old.function:
+            return True
+        forward = getattr(last, "__wrapped__", None)
+    # A wrapper that names nothing.
+    return last is not inspect.unwrap(type(model).forward)
 
 
 def _restore(model: Any) -> None:
     old = patch_of(model)
     if old is None:
         return
-    if old.forward is None:
-        del model.forward
-    else:
-        model.forward = old.forward
-    delattr(model, ATTRIBUTE)
+    old.is_on = False
+    if getattr(model.forward, "__func__", None) is old.function:
+        if old.forward is None:
+            del model.forward
+        else:
+            model.forward = old.forward
+        delattr(model, ATTRIBUTE)
     patched_models.discard(model)

@@ -1,0 +1,296 @@
+"""Uses of a patched model and of its logits that a deferral can get wrong without a word."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from cce_dist.integrations import transformers as integration  # noqa: E402
+from cce_dist.integrations.transformers import PatchError  # noqa: E402
+from cce_dist.integrations.transformers.logits import DeferredLogits  # noqa: E402
+from tests.integrations.architectures import VOCAB_SIZE, batch, make, prepared  # noqa: E402
+
+# transformers and its models warn of what comes in later versions.
+pytestmark = pytest.mark.filterwarnings("ignore")
+BATCH = batch()
+MASK = BATCH["labels"] != -100
+
+
+@pytest.fixture(autouse=True)
+def no_patch() -> Iterator[None]:
+    yield
+    integration.remove()
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return make("llama")
+
+
+def run(model: nn.Module, loss: Callable[[Any], Tensor]) -> list[Tensor]:
+    model.zero_grad()
+    value = loss(model)
+    value.backward()
+    grads = [x.grad.clone() for x in model.parameters() if x.grad is not None]
+    return [value.detach(), *grads]
+
+
+def check_same(model: Any, loss: Callable[[Any], Tensor]) -> None:
+    """Checks a loss of a model's output and every gradient, before and after the patch."""
+    expected = run(model, loss)
+    integration.patch(model)
+    result = run(model, loss)
+    torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-5)
+    integration.remove(model)
+
+
+def test_a_metric_under_no_grad_leaves_the_gradient(llama: Any) -> None:
+    for context in (torch.no_grad, torch.inference_mode):
+
+        def loss(model: Any, context: Any = context) -> Tensor:
+            output = model(**BATCH)
+            with context():
+                output.logits.argmax(-1)
+            return output.loss + output.logits.logsumexp(-1).square().mean()
+
+        check_same(llama, loss)
+
+
+def test_logits_of_no_grad_have_no_gradient(llama: Any) -> None:
+    def loss(model: Any) -> Tensor:
+        with torch.no_grad():
+            teacher = model(**BATCH).logits
+        student = model(**batch(1))
+        with torch.no_grad():
+            first = student.logits[:, :5]
+        assert not teacher.requires_grad
+        other = F.kl_div(student.logits.log_softmax(-1), teacher.softmax(-1))
+        return student.loss + other + first.exp().mean()
+
+    check_same(llama, loss)
+    integration.patch(llama)
+    with torch.inference_mode():
+        logits = llama(**BATCH).logits
+    assert not logits.exp().requires_grad
+
+
+INDICES = {
+    "a class, ellipsis at the end": (slice(None), slice(None), 3, Ellipsis),
+    "a mask of numpy and a class": (MASK.numpy(), 5),
+    "a mask of a list and a class": (MASK.tolist(), 5),
+    "a uint8 mask and a class": (MASK.to(torch.uint8), 5),
+    "True and a class": (True, slice(None), slice(None), 5),
+    "one number": (0, 1, 2, Ellipsis),
+    "a row, ellipsis at the end": (0, Ellipsis),
+    "tokens in steps": (slice(None), slice(None, None, 2)),
+}
+
+
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+def test_indices(llama: Any, index: Any) -> None:
+    def loss(model: Any) -> Tensor:
+        output = model(**BATCH)
+        return output.loss + output.logits[index].exp().mean()
+
+    check_same(llama, loss)
+
+
+def cross_entropy(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.reshape(-1, VOCAB_SIZE), BATCH["labels"].reshape(-1))
+
+
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "squeeze": lambda x: x[:1].squeeze().exp(),
+    "squeeze of dims": lambda x: x[:1].squeeze((0, 1)).exp(),
+    "more dims in the bias": lambda x: (x[0] + torch.ones(1, 1, VOCAB_SIZE)).squeeze(0),
+    "a negative factor in the softcap": lambda x: cross_entropy((x * -2).tanh() * 3),
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+def test_operators(llama: Any, operator: Callable[[Tensor], Tensor]) -> None:
+    def loss(model: Any) -> Tensor:
+        output = model(**BATCH)
+        return output.loss + operator(output.logits).square().mean()
+
+    check_same(llama, loss)
+
+
+def test_logits_of_two_calls_add_up(llama: Any) -> None:
+    def loss(model: Any) -> Tensor:
+        first, second = model(**BATCH), model(**batch(1))
+        return first.loss + (first.logits + second.logits).logsumexp(-1).mean()
+
+    check_same(llama, loss)
+
+
+class Twice(transformers.LlamaForCausalLM):
+    """Calls itself, or another model that has its head, within its forward."""
+
+    other: Any = None
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **others: Any) -> Any:
+        if others.pop("inner", False):
+            return super().forward(input_ids=input_ids, labels=labels)
+        inner = self.other[0] if self.other else self
+        keywords = {} if self.other else {"inner": True}
+        first = inner(input_ids=input_ids.flip(1), labels=labels, **keywords)
+        output = super().forward(input_ids=input_ids, labels=labels)
+        output.loss = output.loss + first.loss
+        return output
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["itself", "another"])
+def test_a_forward_within_a_forward_of_the_same_head(llama: Any, shares: bool) -> None:
+    model = prepared(Twice(llama.config))
+    if shares:
+        other = copy.deepcopy(llama)
+        other.lm_head = model.lm_head
+        model.other = [other]  # no child of the model
+    expected = run(model, lambda x: x(**BATCH).loss)
+    for each in [model, *(model.other or [])]:
+        integration.patch(each)
+    torch.testing.assert_close(
+        run(model, lambda x: x(**BATCH).loss), expected, atol=1e-6, rtol=1e-5
+    )
+    assert "forward" not in vars(model.lm_head)
+
+
+def test_an_inner_model_may_compute_the_loss(llama: Any) -> None:
+    """As Blip2 with T5 does, when apply() has patched both."""
+
+    class Outer(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
+            return self.inner[0](input_ids=input_ids, labels=labels)
+
+    outer, inner = Outer(llama.config).train(), copy.deepcopy(llama)
+    outer.lm_head, outer.inner = inner.lm_head, [inner]
+    expected = outer(**BATCH).loss
+    integration.patch(outer)
+    integration.patch(inner)
+    torch.testing.assert_close(outer(**BATCH).loss, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_a_second_thread_is_refused(llama: Any) -> None:
+    integration.patch(llama)
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            llama(**BATCH)
+        except PatchError as error:
+            errors.append(error)
+
+    def within(*_: Any) -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    handle = llama.model.layers[0].register_forward_hook(lambda *_: handle.remove() or within())
+    llama(**BATCH).loss.backward()
+    assert "another thread" in str(errors[0])
+    assert "forward" not in vars(llama.lm_head)
+
+
+def test_what_would_get_the_loss_or_no_gradient_is_refused(llama: Any) -> None:
+    integration.patch(llama)
+    handle = llama.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
+    with pytest.raises(PatchError, match="forward hook of its head"):
+        llama(**BATCH)
+    handle.remove()
+    logits = llama(**BATCH).logits
+    for ask in (logits.retain_grad, lambda: logits.register_hook(print)):
+        with pytest.raises(PatchError, match="no gradient of its logits"):
+            ask()
+    logits.exp()
+    with pytest.raises(PatchError, match="no gradient of its logits"):
+        logits.retain_grad()
+
+
+def test_a_head_within_a_reentrant_checkpoint_is_refused(llama: Any) -> None:
+    class Checkpointed(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, labels: Any = None, reentrant: bool = True) -> Any:
+            hidden = self.model(input_ids).last_hidden_state
+            logits: Any = checkpoint(self.lm_head, hidden, use_reentrant=reentrant)
+            return {"loss": self.loss_function(logits, labels, VOCAB_SIZE)}
+
+    model = prepared(Checkpointed(llama.config))
+    check_same(model, lambda x: x(**BATCH, reentrant=False)["loss"])
+    integration.patch(model)
+    with pytest.raises(PatchError, match="use_reentrant=False"):
+        model(**BATCH)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_logits_after_any_optimizers_step_are_refused(llama: Any, fused: bool) -> None:
+    model = integration.patch(copy.deepcopy(llama))
+    output = model(**BATCH)
+    output.loss.backward()
+    torch.optim.AdamW(model.parameters(), fused=fused).step()
+    with pytest.raises(PatchError, match="read them before"):
+        output.logits.exp()
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    output = model(**BATCH)
+    torch.optim.AdamW(other.parameters(), fused=fused).step()
+    output.logits.exp()
+
+
+def test_logits_of_other_weights_or_adapters_are_refused(llama: Any) -> None:
+    integration.patch(llama)
+    weights = {name: x.detach() for name, x in llama.named_parameters()}
+    output = torch.func.functional_call(llama, weights, (), BATCH)
+    with pytest.raises(PatchError, match="or its adapters"):
+        output.logits.exp()
+    config = peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False)
+    model = integration.patch(peft.get_peft_model(copy.deepcopy(llama), config))
+    with model.disable_adapter():
+        output = model(**BATCH)
+    with pytest.raises(PatchError, match="or its adapters"):
+        output.logits.exp()
+
+
+def test_a_pickled_model_is_not_patched(llama: Any) -> None:
+    buffer = io.BytesIO()
+    torch.save(integration.patch(llama), buffer)
+    buffer.seek(0)
+    model = torch.load(buffer, weights_only=False)
+    assert not isinstance(model(**BATCH).logits, DeferredLogits)
+    assert isinstance(integration.patch(model)(**BATCH).logits, DeferredLogits)
+
+
+def test_remove_leaves_the_wrappers_of_others(llama: Any) -> None:
+    model = integration.patch(copy.deepcopy(llama))
+    patched = model.forward
+
+    def doubled(*values: Any, **keywords: Any) -> Any:
+        output = patched(*values, **keywords)
+        output.loss = 2 * output.loss
+        return output
+
+    model.forward = doubled
+    twice = model(**BATCH).loss
+    integration.remove(model)
+    output = model(**BATCH)
+    assert type(output.logits) is Tensor
+    torch.testing.assert_close(output.loss, twice, atol=1e-5, rtol=1e-6)
+    output = integration.patch(model)(**BATCH)
+    assert isinstance(output.logits, DeferredLogits)
+    torch.testing.assert_close(output.loss, twice, atol=1e-5, rtol=1e-6)
+    # As Accelerate unwraps a forward.
+    model.forward = type(model).forward.__get__(model)
+    assert isinstance(integration.patch(model)(**BATCH).logits, DeferredLogits)
