@@ -294,3 +294,38 @@ def test_remove_leaves_the_wrappers_of_others(llama: Any) -> None:
     # As Accelerate unwraps a forward.
     model.forward = type(model).forward.__get__(model)
     assert isinstance(integration.patch(model)(**BATCH).logits, DeferredLogits)
+
+
+def test_writes_reach_the_logits_or_are_refused(llama: Any) -> None:
+    model = integration.patch(llama)
+    logits = model(**BATCH).logits
+    flat = logits.view(-1, VOCAB_SIZE)
+    for write in (lambda x: x.div_(2), lambda x: x.__setitem__(0, 0.0), lambda x: x.__imul__(2)):
+        with pytest.raises(PatchError, match="would write to a part of the logits"):
+            write(flat)
+    assert not logits.is_computed
+    before = logits.clone()
+    logits.mul_(2)
+    assert torch.equal(logits.clone(), 2 * before)
+    with pytest.raises(PatchError, match="were written to in place, after a part"):
+        flat.clone()
+    # A view that is taken now is one of the tensor.
+    logits.view(-1, VOCAB_SIZE).zero_()
+    assert not logits.any()
+
+
+class Fp32Head(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(input.float(), self.weight)
+
+
+def test_a_head_that_switches_autocast_off() -> None:
+    model = make("llama")
+    model.lm_head = Fp32Head(32, VOCAB_SIZE, bias=False)
+
+    def loss(model: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(**BATCH).loss
+
+    check_same(model, loss)

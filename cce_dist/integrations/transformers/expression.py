@@ -34,6 +34,7 @@ class HeadCall:
         stage: IN_MODEL, where each operator on the logits must have a form that the loss knows,
             but for the head's own ones, IN_HEAD; then DONE.
         dtype: of autocast; None: it is off.
+        is_edited: a reader has written to the logits in place.
         group: a mesh whose ranks share the vocabulary; None: the head is whole.
     """
 
@@ -45,6 +46,7 @@ class HeadCall:
     trains: bool = False
     stage: str = IN_MODEL
     dtype: torch.dtype | None = None
+    is_edited: bool = False
     group: Any = None
     num_losses: int = 0
 

@@ -93,13 +93,12 @@ class Deferral:
     @not_compiled
     def defer(self, hidden: Tensor) -> DeferredLogits:
         """Returns the logits of [..., D], not computed."""
-        call, device = self.call, hidden.device.type
+        call = self.call
         # A held weight's id is no other's.
         self.weights, self.state = list(self.head.parameters()), _state_of(self.head)
-        call.dtype = None
-        if torch.is_autocast_enabled(device):
-            call.dtype = torch.get_autocast_dtype(device)
-        return DeferredLogits(call, Expression((Product.of(hidden),)), call.dtype or hidden.dtype)
+        call.dtype = _autocast_dtype(hidden)
+        output = Expression((Product.of(hidden),))
+        return DeferredLogits(call, output, call.dtype or hidden.dtype)
 
     @not_compiled
     def compute(self, hidden: Tensor, finish: Finish) -> Tensor:
@@ -115,9 +114,7 @@ class Deferral:
         replaced = self._replace(None)
         self.finish, call.stage = finish, IN_HEAD
         try:
-            with torch.autocast(
-                hidden.device.type, dtype=call.dtype, enabled=call.dtype is not None
-            ):
+            with _autocast(hidden, call.dtype):
                 # Tensor parallelism's hooks would gather what the head returns.
                 return self.forward(hidden) if self.is_split else self.head(hidden)
         finally:
@@ -129,7 +126,10 @@ class Deferral:
         """Stands in for the head's forward."""
         if self.finish is None:
             return self.defer(hidden)
-        result = self.finish(self._products(hidden))
+        products = self._products(hidden)
+        # A head may switch autocast off.
+        with _autocast(hidden, self.call.dtype):
+            result = self.finish(products)
         if not isinstance(hidden, DTensor):
             return result
         # parallelize_module's hook makes it a plain tensor again.
@@ -235,6 +235,15 @@ def require_linear(name: str, head: Any) -> None:
             )
 
 
+def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype | None) -> torch.autocast:
+    return torch.autocast(tensor.device.type, dtype=dtype, enabled=dtype is not None)
+
+
 def _num_classes(head: nn.Module) -> int:
     """Returns V, also of a weight that is sharded at the moment."""
     sizes = []
@@ -264,5 +273,6 @@ class _Products(TorchFunctionMode):
         if weight.dim() != 2 or weight.shape[0] != self.call.num_classes:
             return F.linear(input, weight, bias)
         biases = () if bias is None else ((bias, 1.0),)
+        self.call.dtype = _autocast_dtype(input)
         dtype = self.call.dtype or input.dtype
         return DeferredLogits(self.call, Expression((Product.of(input, weight),), biases), dtype)

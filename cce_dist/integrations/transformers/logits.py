@@ -32,6 +32,7 @@ METADATA: set[Any] = {
     *(Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex),
     torch.numel,
 }
+_IN_PLACE = {f"__i{x}__" for x in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")}
 GRADIENTS: set[Any] = {Tensor.register_hook, Tensor.retain_grad}
 # What functions of torch make of deferred logits, and the keywords that a handler knows. It
 # returns NotImplemented where its function needs the logits themselves.
@@ -67,6 +68,7 @@ class DeferredLogits(Tensor):
 
     call: HeadCall
     expression: Expression
+    is_view: bool  # of other logits, whose memory it would share
     _logits: Tensor | None
 
     def __new__(cls, call: HeadCall, expression: Expression, dtype: torch.dtype) -> DeferredLogits:
@@ -77,6 +79,7 @@ class DeferredLogits(Tensor):
         if not torch.is_grad_enabled():
             expression = replace(expression, detached=True)
         self.call, self.expression, self._logits = call, expression, None
+        self.is_view = False
         return self
 
     @property
@@ -97,6 +100,11 @@ class DeferredLogits(Tensor):
     def compute(self, finish: Finish) -> Tensor:
         """Returns the result of `finish` for this expression, with the head's own products."""
         call, expression = self.call, self.expression
+        if call.is_edited and self.is_view:
+            raise PatchError(
+                f"the logits of {call.model} were written to in place, after a part of them was "
+                "taken that is not computed: write to outputs.logits.clone()"
+            )
         (output,) = expression.products
         output.require_same()
 
@@ -143,6 +151,12 @@ class DeferredLogits(Tensor):
         )
 
 
+def _writes(name: str) -> bool:
+    """Tells a function that writes to its first argument: add_, __setitem__, __imul__."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name == "__setitem__" or name in _IN_PLACE
+
+
 @not_compiled
 def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Applies a function of torch to arguments of which some are deferred logits.
@@ -174,6 +188,14 @@ def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "loss that needs no logits knows scales, softcap, bias, slices of tokens and "
             "F.cross_entropy; switch the patch off with remove(model)"
         )
+    if _writes(name) and isinstance(args[0], DeferredLogits):
+        if args[0].is_view:
+            raise PatchError(
+                f"{name} would write to a part of the logits of {call.model} alone, not to the "
+                "logits themselves: write to a clone"
+            )
+        args[0].materialize()
+        call.is_edited = True
     # DoRA computes its weight's norm from a product of its own.
     if call.stage is DONE and name not in call.said and not all(x.is_computed for x in deferred):
         call.said.add(name)

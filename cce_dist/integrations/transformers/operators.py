@@ -91,28 +91,32 @@ def _to(
     stays = device is None or torch.empty(0, device=device).device == logits.device
     if not stays or not (dtype is None or dtype.is_floating_point):
         return NotImplemented
-    return _changed(logits, logits.expression, dtype)
+    return _cast(logits, dtype or logits.dtype)
 
 
 @handles(Tensor.float)
 def _float(logits: DeferredLogits) -> Any:
-    return _changed(logits, logits.expression, torch.float32)
+    return _cast(logits, torch.float32)
 
 
 @handles(Tensor.bfloat16)
 def _bfloat16(logits: DeferredLogits) -> Any:
-    return _changed(logits, logits.expression, torch.bfloat16)
+    return _cast(logits, torch.bfloat16)
 
 
 @handles(Tensor.half)
 def _half(logits: DeferredLogits) -> Any:
-    return _changed(logits, logits.expression, torch.float16)
+    return _cast(logits, torch.float16)
+
+
+def _cast(logits: DeferredLogits, dtype: torch.dtype) -> Any:
+    return logits if dtype == logits.dtype else _changed(logits, logits.expression, dtype)
 
 
 @handles(Tensor.detach, torch.detach)
 def _detach(logits: DeferredLogits) -> Any:
     # DeepSpeed's ZeRO-3 detaches what its root returns.
-    return _changed(logits, replace(logits.expression, detached=True))
+    return _view(logits, replace(logits.expression, detached=True))
 
 
 @handles(Tensor.contiguous)
@@ -302,7 +306,13 @@ def _beside_frozen(
 
 
 def _of_rows(logits: DeferredLogits, change: Callable[[Tensor], Tensor]) -> Any:
-    return _changed(logits, logits.expression.of_rows(change))
+    return _view(logits, logits.expression.of_rows(change))
+
+
+def _view(logits: DeferredLogits, new: Expression) -> DeferredLogits:
+    result = DeferredLogits(logits.call, new, logits.dtype)
+    result.is_view = True
+    return result
 
 
 def _is_columns(logits: Any, value: Any) -> bool:
