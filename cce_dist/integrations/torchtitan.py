@@ -51,7 +51,8 @@ class JobConfig:
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory as a tensor that is no view: FSDP hooks a module's output, not a view."""
+    """Returns its input's memory as a tensor that is not a view, as FSDP's hooks need a module's
+    output."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from cce_dist import LossOptions, linear_cross_entropy
 from cce_dist.backends.choose import TORCH, choose_backend
 from cce_dist.integrations.errors import PatchError
 from cce_dist.integrations.log import logger
+from cce_dist.integrations.options import OPTIONS, keywords_of
 
 __all__ = ["Status", "apply", "patched", "remove", "status"]
 
@@ -33,7 +34,8 @@ OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # The statistics of `linear_cross_entropy` that give them. log_sum_sq_probs takes a second loss.
 STATS = {"entropy": "entropy", "mean_logits": "logit_moments", "is_top1": "correct"}
 KNOWN = "TRL 1.15 and 1.16"
-OPTIONS = ("backend", "filter", "gradient", "keep_logits", "workspace_bytes")
+# Screened logits have no entropy, which every trainer asks for.
+TAKEN = tuple(sorted({*OPTIONS} - {"logits", "screen"}))
 
 
 class LogProbs(NamedTuple):
@@ -119,7 +121,6 @@ class _Loss:
         softcap: float | None,
         stats: tuple[Any, ...],
     ) -> Any:
-        options = self.options
         return linear_cross_entropy(
             hidden,
             weight,
@@ -128,12 +129,8 @@ class _Loss:
             reduction="none",
             softcap=softcap,
             logit_scale=logit_scale,
-            gradient=options.gradient,
-            filter=options.filter,
             stats=stats,
-            backend=options.backend,
-            workspace_bytes=options.workspace_bytes,
-            keep_logits=options.keep_logits,
+            **keywords_of(self.options, of_tokens=True),
         )
 
     def _count(self, hidden: Tensor, weight: Tensor) -> None:
@@ -170,9 +167,9 @@ def apply(**options: object) -> Status:
         ValueError: an option is unknown, or its value is not allowed.
     A call that raises changes nothing. A second call with the same options does nothing.
     """
-    unknown = sorted(set(options) - set(OPTIONS))
+    unknown = sorted(set(options) - set(TAKEN))
     if unknown:
-        raise ValueError(f"cce_dist.integrations.trl takes the options {OPTIONS}, got {unknown}")
+        raise ValueError(f"cce_dist.integrations.trl takes the options {TAKEN}, got {unknown}")
     wanted = LossOptions(reduction="none", **options)  # pyright: ignore[reportArgumentType]
     loss = _State.loss
     if loss is None:

@@ -1,4 +1,4 @@
-"""Logits as an expression of hidden states and weights, and what the logits of a call share."""
+"""Logits as an expression of hidden states and weights, and the state that they share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IN_HEAD, IN_MODEL, DONE = "in the head", "in the model", "done"
 
 @dataclass
 class HeadCall:
-    """What the logits of one forward share.
+    """State that all logits of one forward share.
 
     Args:
         model: the patched model's class name, for messages.

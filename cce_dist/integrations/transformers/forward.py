@@ -28,7 +28,7 @@ patched_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 @dataclass
 class Patch:
-    """What a patched model remembers.
+    """A patched model's options and its own forward.
 
     Args:
         options: the loss's.

@@ -209,7 +209,8 @@ def _restore(replaced: list[tuple[Any, str, Any]]) -> None:
 
 
 def _state_of(head: nn.Module) -> list[Any]:
-    """Returns what the head's logits depend on: its weights, and PEFT's switches of adapters."""
+    """Returns versions of the head's weights, and PEFT's switches of adapters: other ones make
+    other logits."""
     switches = ("disable_adapters", "active_adapters")
     state: list[Any] = [(id(x), version_of(x)) for x in head.parameters()]
     return state + [getattr(x, name, None) for x in head.modules() for name in switches]

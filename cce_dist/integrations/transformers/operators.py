@@ -1,4 +1,4 @@
-"""What torch's functions make of deferred logits: another expression, or the loss.
+"""Handlers of torch's functions for deferred logits: they return deferred logits or the loss.
 
 A handler returns NotImplemented where its function needs the logits themselves.
 """
@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cce_dist import LossOptions, linear_cross_entropy
+from cce_dist import linear_cross_entropy
 from cce_dist.integrations.errors import PatchError
+from cce_dist.integrations.options import keywords_of
 from cce_dist.integrations.transformers.adapters import AdapterGrad, Logits
-from cce_dist.integrations.transformers.expression import Expression, comes_from_wrapper
+from cce_dist.integrations.transformers.expression import Expression, HeadCall, comes_from_wrapper
 from cce_dist.integrations.transformers.logits import DeferredLogits, handles
 
 # pyright takes it for a bool.
@@ -216,18 +217,14 @@ def _cross_entropy(
     # One class a token: [N, V] and [N]. Probabilities, and classes in dim 1, are left to torch.
     if target.dtype.is_floating_point or (input.dim(), target.dim()) != (2, 1):
         return NotImplemented
-    call, options = input.call, input.call.options
-    gradient = options.gradient
-    if gradient == "in_forward" and reduction == "none":
-        # The forward cannot know the upstream gradients of the tokens.
-        gradient = "filtered"
+    call = input.call
 
     def finish(whole: Expression) -> Tensor:
         arguments = whole.arguments()
         targets = target.to(arguments["hidden"].device)
         adapters = whole.adapters()
         if adapters and weight is None and label_smoothing == 0 and call.group is None:
-            return _beside_frozen(arguments, adapters, targets, ignore_index, reduction, options)
+            return _beside_frozen(arguments, adapters, targets, ignore_index, reduction, call)
         loss: Any = linear_cross_entropy(
             targets=targets,
             ignore_index=ignore_index,
@@ -235,13 +232,7 @@ def _cross_entropy(
             label_smoothing=label_smoothing,
             class_weight=weight,
             group=call.group,
-            gradient=gradient,
-            filter=options.filter,
-            logits=options.logits,
-            screen=options.screen,
-            backend=options.backend,
-            workspace_bytes=options.workspace_bytes,
-            keep_logits=options.keep_logits,
+            **keywords_of(call.options, of_tokens=reduction == "none"),
             **arguments,
         )
         return loss
@@ -264,7 +255,7 @@ def _beside_frozen(
     targets: Tensor,
     ignore_index: int,
     reduction: str,
-    options: LossOptions,
+    call: HeadCall,
 ) -> Tensor:
     """Computes the loss of a frozen head with adapters; the weight has no gradient as a whole."""
     arguments = {**arguments, "weight": arguments["weight"].detach()}
@@ -272,14 +263,8 @@ def _beside_frozen(
         targets=targets,
         ignore_index=ignore_index,
         reduction="none",
-        gradient="filtered" if options.gradient == "in_forward" else options.gradient,
-        filter=options.filter,
-        logits=options.logits,
-        screen=options.screen,
-        backend=options.backend,
-        workspace_bytes=options.workspace_bytes,
-        keep_logits=options.keep_logits,
         stats=("lse",),
+        **keywords_of(call.options, of_tokens=True),
         **arguments,
     )
     bias = arguments["bias"]

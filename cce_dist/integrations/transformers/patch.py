@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from cce_dist import LossOptions
 from cce_dist.integrations.errors import PatchError
 from cce_dist.integrations.log import logger
+from cce_dist.integrations.options import OPTIONS
 from cce_dist.integrations.transformers.forward import (
     ATTRIBUTE,
     Patch,
@@ -25,10 +26,6 @@ from cce_dist.integrations.transformers.forward import (
     patched_models,
 )
 from cce_dist.integrations.transformers.head import require_linear
-
-# What a user sets. The model's own forward decides everything else: scale, softcap, bias, shift,
-# ignored labels, reduction.
-OPTIONS = ("gradient", "filter", "logits", "screen", "backend", "workspace_bytes", "keep_logits")
 
 
 @dataclass(frozen=True)
