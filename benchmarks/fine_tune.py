@@ -40,10 +40,14 @@ OURS: dict[str, dict[str, object]] = {
 }
 LOSSES = ("default", "liger", "apple", *OURS)
 CACHE = Path("runs/captured/.cache")
+COLUMNS = (
+    *("model", "loss", "batch", "sequence", "median_ms", "p10_ms", "p90_ms"),
+    *("tokens_per_s", "peak_gib", "last_loss", "largest_batch", "failed"),
+)
 # Steps that compile kernels and fill the allocator's cache.
 WARMUP = 5
 # Batches that `largest` tries.
-BATCHES = tuple(base << power for power in range(1, 9) for base in (2, 3))
+BATCHES = tuple(base << power for power in range(9) for base in (4, 5, 6, 7))
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,13 @@ class Plan:
     megabytes: float
 
 
-def bench_fine_tune(name: str, losses: Sequence[str], plan: Plan, *, largest: bool) -> list[Cells]:
-    """Returns a row for each loss: time of a step, tokens a second, memory, the last step's loss.
+def bench_fine_tune(
+    name: str, losses: Sequence[str], plan: Plan, *, largest: bool
+) -> Iterator[Cells]:
+    """Yields a row for each loss: time of a step, tokens a second, memory, the last step's loss.
 
-    Args: largest: also search the largest of BATCHES whose step fits the device.
+    Args: largest: also search the largest of BATCHES whose step fits the device; the plan's batch
+        has been seen to fit.
     Raises:
         ValueError: there is no model or loss of this name.
     """
@@ -71,7 +78,7 @@ def bench_fine_tune(name: str, losses: Sequence[str], plan: Plan, *, largest: bo
             f"{unknown or list(losses)}"
         )
     rows = _packed_text(MODELS[name][1], plan)
-    return [_row(name, loss, rows, plan, largest) for loss in losses]
+    return (_row(name, loss, rows, plan, largest) for loss in losses)
 
 
 def _packed_text(values: dict[str, Any], plan: Plan) -> torch.Tensor:
@@ -87,7 +94,8 @@ def _packed_text(values: dict[str, Any], plan: Plan) -> torch.Tensor:
 
 
 def _row(name: str, loss: str, rows: torch.Tensor, plan: Plan, largest: bool) -> Cells:
-    cells: Cells = {"model": name, "loss": loss, "batch": plan.batch, "sequence": plan.sequence}
+    cells: dict[str, Any] = dict.fromkeys(COLUMNS)
+    cells |= {"model": name, "loss": loss, "batch": plan.batch, "sequence": plan.sequence}
     try:
         times, peak, last = _train(name, loss, rows, plan, plan.batch, WARMUP + plan.repeats)
         taken = percentiles_ms(times[WARMUP:])
@@ -102,8 +110,8 @@ def _row(name: str, loss: str, rows: torch.Tensor, plan: Plan, largest: bool) ->
 
 
 def _largest(name: str, loss: str, rows: torch.Tensor, plan: Plan) -> int:
-    best = 0
-    for batch in BATCHES:
+    best = plan.batch
+    for batch in (each for each in BATCHES if each > plan.batch):
         try:
             _train(name, loss, rows, plan, batch, 2)
         except torch.OutOfMemoryError:

@@ -95,14 +95,17 @@ def fine_tune_command(
     real, and packed.
     """
     from benchmarks.fine_tune import LOSSES, Plan, bench_fine_tune
-    from cce_dist.bench.report import Report
+    from cce_dist.bench.report import Cells, Report
 
     need_modules("tokenizers", "transformers")
     plan = Plan(batch, sequence_length, repeats, device, megabytes)
     report = Report(machine_of(device, 0), csv_path, json_path)
     with refusals():
-        rows = bench_fine_tune(model, loss or LOSSES, plan, largest=largest)
-    report.add({"model": model}, rows)
+        measured = bench_fine_tune(model, loss or LOSSES, plan, largest=largest)
+    rows: list[Cells] = []
+    for row in measured:
+        rows.append(row)
+        report.add({"model": model}, rows)
     report.finish_case()
 
 
