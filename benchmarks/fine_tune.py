@@ -133,7 +133,7 @@ def _train(
     config = AutoConfig.for_model(model_type, **values, use_cache=False)
     with torch.device(plan.device):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16 if on_gpu else torch.float32
+            config, torch_dtype=torch.bfloat16 if on_gpu else torch.float32
         )
     if on_gpu:
         torch.cuda.empty_cache()
