@@ -97,7 +97,10 @@ class _Loss:
             self._count(hidden, weight)
         weight = _in_memory_until_the_backward(weight, hidden)
         scale, softcap = _in_our_order(logit_scale, final_logit_softcapping, temperature)
-        stats = ("lse", *(STATS[name] for name in outputs if name in STATS))
+        stats = tuple(STATS[name] for name in outputs if name in STATS)
+        if "log_sum_sq_probs" in outputs or not stats:
+            # Without any statistic the loss would come alone, as a tensor.
+            stats = ("lse", *stats)
         result = self._loss(hidden, weight, bias, targets, scale, softcap, stats)
         log_sum_sq_probs = moments = None
         if "log_sum_sq_probs" in outputs:

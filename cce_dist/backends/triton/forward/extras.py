@@ -1,15 +1,20 @@
-"""Statistics that few callers ask for, merged over the splits of the forward in plain torch."""
+"""Statistics that few callers ask for, merged over the splits of the forward."""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
+import triton
 from torch import Tensor
 
 from cce_dist.backends.triton.filter.tail import mean_column
-from cce_dist.core.stats import Stats, merge_moments
+from cce_dist.backends.triton.kernels.forward.extras import merge_extras_kernel
+from cce_dist.backends.triton.launch.start import start
+from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Wanted
+from cce_dist.options import TOKEN_BLOCK
 
 NUM_EXTRAS = 7
 
@@ -26,65 +31,35 @@ def sums_softcapped(wanted: Wanted, head: Head) -> bool:
 
 
 def merge_extras(
-    merged: Stats,
-    extras: Tensor,
-    stride: int,
-    num_splits: Tensor,
-    targets: Tensor,
-    counts: Tensor,
-    wanted: Wanted,
-    head: Head,
-) -> Stats:
-    """Merges the statistics of each split into those that are merged already.
+    extras: Tensor, shape: Tensor, count: Tensor, targets: Tensor, wanted: Wanted, head: Head
+) -> tuple[Tensor, ...]:
+    """Merges the statistics of each split.
 
     Args:
-        merged: [N] each, in the order of the packed tokens.
-        extras: [NUM_EXTRAS, at least splits x stride]; what lies beyond the splits is not read.
-        stride: distance of two splits, N_padded.
-        num_splits: [] the number of splits.
+        extras: [NUM_EXTRAS, size], see `add_extras`.
+        shape: [3] int32, see `forward_kernel`.
+        count: [1] int32, the tokens that count.
         targets: [N_padded].
-        counts: [N] bool.
+    Returns: the rows of `merge_extras_kernel`, [N_padded] each; what is not wanted has any value.
     """
-    top, _, origin, mean, m2, weighted, seen = _of_splits(extras, stride, num_splits, len(counts))
-    if wanted.correct or wanted.moments:
-        largest, column = largest_of(extras, stride, num_splits, len(counts))
-        hit = (column == targets[: len(counts)]) & counts & (largest > -torch.inf)
-        merged = replace(merged, max_logit=torch.where(counts, largest, 0))
-        if wanted.correct:
-            merged = replace(merged, target_is_argmax=hit.to(top.dtype))
-    if wanted.moments:
-        # The number of columns that a split saw is the same for every token that counts.
-        parts = Stats(top, top, origin_logit=origin, mean_logit=mean, m2_logit=m2)
-        moments = merge_moments(parts, seen[:, 0])
-        merged = replace(
-            merged,
-            origin_logit=torch.where(counts, moments.origin_logit, 0),
-            mean_logit=torch.where(counts, moments.mean_logit, 0),
-            m2_logit=torch.where(counts, moments.m2_logit, 0),
-        )
-    if sums_softcapped(wanted, head):
-        smooth = weighted.sum(0) / head.vocab_size
-        merged = replace(merged, smooth_logit=torch.where(counts, smooth, 0))
-    return merged
-
-
-def _of_splits(
-    extras: Tensor, stride: int, num_splits: Tensor, num_tokens: int
-) -> tuple[Tensor, ...]:
-    """Returns the fields, [splits, N] each; the first is -inf where there is no split."""
-    splits = extras.shape[1] // stride
-    top, *others = extras[:, : splits * stride].view(NUM_EXTRAS, splits, stride)[..., :num_tokens]
-    used = torch.arange(splits, device=extras.device)[:, None] < num_splits
-    return torch.where(used, top, -torch.inf), *others
-
-
-def largest_of(
-    extras: Tensor, stride: int, num_splits: Tensor, num_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """Returns the largest logit, and the first column that has it as a float, [N] each."""
-    top, index, *_ = _of_splits(extras, stride, num_splits, num_tokens)
-    largest = top.amax(0)
-    return largest, torch.where(top == largest, index, torch.inf).amin(0)
+    num_tokens, block = len(targets), 128
+    merged = extras.new_empty(NUM_EXTRAS, num_tokens)
+    start(merge_extras_kernel, (triton.cdiv(num_tokens, block),))(
+        count,
+        shape,
+        extras,
+        targets,
+        merged,
+        head.vocab_size,
+        num_tokens,
+        extras.shape[1],
+        TOKENS=TOKEN_BLOCK,
+        BLOCK_N=block,
+        HAS_ARGMAX=wanted.correct or wanted.moments,
+        HAS_MOMENTS=wanted.moments,
+        HAS_SMOOTH=sums_softcapped(wanted, head),
+    )
+    return merged.unbind()
 
 
 def mean_logit_by_linearity(hidden: Tensor, counts: Tensor, head: Head) -> Tensor:

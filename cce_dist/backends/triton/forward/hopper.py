@@ -19,7 +19,7 @@ from torch import Tensor
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import KernelTiles, interpreted, takes_tma
 from cce_dist.core.slower import warn_slower
-from cce_dist.core.types import Head
+from cce_dist.core.types import Head, Wanted
 from cce_dist.options import TOKEN_BLOCK
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ def launch_forward(
     number: int,
     grouping: Groups,
     eight: EightBit | None,
+    wanted: Wanted,
 ) -> None:
     """Launches one of the forwards that `forward_kernel` numbers.
 
@@ -156,6 +157,8 @@ def launch_forward(
         buffers.lower,
         buffers.split_states,
         count if mass is None else mass,
+        count if buffers.extras is None else buffers.extras,
+        count if buffers.keys is None else buffers.keys,
         number,
         grouping.num_states,
         hidden.shape[0],
@@ -174,7 +177,9 @@ def launch_forward(
         BY_LARGEST=grouping.by_largest,
         IS_SCREENED=eight is not None,
         FINE=head.softcap is not None and head.softcap > ROUGH_SOFTCAP,
-        ACCUMULATOR=_accumulator(weight.dtype),
+        HAS_SURPLUS=wanted.entropy,
+        HAS_ARGMAX=wanted.correct or wanted.moments,
+        HAS_MOMENTS=wanted.moments,
         num_warps=4,
     )
 
@@ -191,9 +196,3 @@ def layout_of(rows: int, columns: int, dtype: torch.dtype) -> object:
         torch.float8_e4m3fn: gl.float8e4nv,
     }
     return gl.NVMMASharedLayout.get_default_for([rows, columns], elements[dtype])
-
-
-def _accumulator(dtype: torch.dtype) -> Any:
-    from triton.experimental.gluon import language as gl
-
-    return gl.int32 if dtype == torch.int8 else gl.float32

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.backends.protocol import Room
-from cce_dist.backends.triton.forward.extras import largest_of
+from cce_dist.backends.triton.forward.extras import merge_extras
 from cce_dist.backends.triton.forward.operands import Launch
 from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.core.types import Head, Tokens, Wanted
@@ -20,9 +20,10 @@ def largest(tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
     last = Launch(launches[-1].number, 0, state.num_tiles, robust=True)
     for launch in (*launches, last):
         state.launch(None, launch)
-    stride, extras = state.packed.shape[0], state.buffers.extras
-    assert extras is not None
-    value, index = largest_of(extras, stride, state.shape[1], len(tokens))
+    assert state.buffers.extras is not None
+    operands = (state.buffers.extras, state.shape, state.count, state.targets)
+    merged = merge_extras(*operands, state.wanted, head)
+    value, index = (row[: len(tokens)] for row in merged[:2])
     # The kernel's maximum may pass over a NaN; lse does not. lse is also NaN where the largest
     # logit is infinite, which is a number here.
     is_number = ~state.merge(last).lse[: len(tokens)].isnan() | (value == torch.inf)

@@ -34,6 +34,7 @@ class ForwardBuffers:
     split_states: Tensor  # [SLOTS, 4, size] fp32: `state_ptr` of `forward_kernel`
     mass: Tensor | None  # [num_blocks, V_local] bf16; None: columns are not scored
     extras: Tensor | None  # [NUM_EXTRAS, size] fp32: see `add_extras`; None: not wanted
+    keys: Tensor | None  # [size] int64: `key_ptr` of Hopper's kernel; None: not wanted
 
 
 @dataclass(frozen=True)

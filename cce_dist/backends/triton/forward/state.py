@@ -84,7 +84,6 @@ class ForwardState:
     programs: int  # at least blocks x splits / groups
     groups: int  # splits that one program computes side by side
     grid: int  # programs x groups
-    every_block: bool  # the shape is that of all blocks, also of those without counting tokens
     num_blocks: int
     buffers: ForwardBuffers
     score: bool
@@ -117,8 +116,12 @@ class ForwardState:
         new = weight.new_empty
         fp32 = torch.float32
         has_extras = wanted.correct or wanted.moments or sums_softcapped(wanted, head)
-        portable = has_extras or wanted.entropy
+        has_largest = wanted.correct or wanted.moments
+        # Hopper's kernel sums no softcapped logits, and seeks the largest product, not logit.
+        portable = sums_softcapped(wanted, head) or (has_largest and head.logit_scale <= 0)
         if keep_logits is not None:
+            # The kernel of chunks has no statistics.
+            portable = portable or has_extras or wanted.entropy
             portable = portable or not keep_logits.of_chunk or tokens.scale is not None
         groups = 1 if portable else num_groups(weight, tiles)
         size = programs * groups * TOKEN_BLOCK
@@ -127,6 +130,7 @@ class ForwardState:
             split_states=new(SLOTS.value, 4, size, dtype=fp32),
             mass=new(num_blocks, weight.shape[0], dtype=torch.bfloat16) if score else None,
             extras=weight.new_zeros(NUM_EXTRAS, size, dtype=fp32) if has_extras else None,
+            keys=new(size, dtype=torch.int64) if has_largest and groups > 1 else None,
         )
         return cls(
             tokens=tokens,
@@ -143,7 +147,6 @@ class ForwardState:
             programs=programs,
             groups=groups,
             grid=programs * groups,
-            every_block=has_extras,
             num_blocks=num_blocks,
             buffers=buffers,
             score=score,
@@ -233,7 +236,6 @@ class ForwardState:
             HAS_BIAS=self.head.bias is not None,
             HAS_SOFTCAP=self.head.softcap is not None,
             TOKENS=TOKEN_BLOCK,
-            EVERY_BLOCK=self.every_block,
             GROUPS=self.groups,
         )
         return self
@@ -268,6 +270,7 @@ class ForwardState:
             launch.number,
             grouping,
             eight,
+            self.wanted,
         )
 
     def _launch_portable(
@@ -349,10 +352,17 @@ class ForwardState:
         """Adds the statistics that few callers ask for, in the order of the packed tokens."""
         head, wanted, extras = self.head, self.wanted, self.buffers.extras
         if extras is not None:
-            padded, num_splits = self.packed.shape[0], self.shape[1]
-            stats = merge_extras(
-                stats, extras, padded, num_splits, self.targets, self.counts, wanted, head
-            )
+            merged = merge_extras(extras, self.shape, self.count, self.targets, wanted, head)
+            top, _, hit, *moments, smooth = (row[: len(self.tokens)] for row in merged)
+            if wanted.correct or wanted.moments:
+                stats = replace(stats, max_logit=top)
+            if wanted.correct:
+                stats = replace(stats, target_is_argmax=hit)
+            if wanted.moments:
+                names = ("origin_logit", "mean_logit", "m2_logit")
+                stats = replace(stats, **dict(zip(names, moments, strict=True)))
+            if sums_softcapped(wanted, head):
+                stats = replace(stats, smooth_logit=smooth)
         if wanted.smooth_logit and stats.smooth_logit is None:
             hidden = self.packed[: len(self.tokens), : self.weight.shape[1]]
             smooth = mean_logit_by_linearity(hidden, self.counts, head)

@@ -30,17 +30,18 @@ from cce_dist.backends.triton.kernels.forward.hopper import hopper_forward_kerne
 
 TYPES = {
     "bias": "bf16", "column": "fp32", "token": "fp32", "count": "i32", "shape": "i32",
-    "lower": "fp32", "state": "fp32", "mass": "bf16",
+    "lower": "fp32", "state": "fp32", "mass": "bf16", "extras": "fp32", "key": "i64",
 }
 KINDS = {
-    "bf16": (gl.bfloat16, gl.float32, True, False),
-    "bf16 with a softcap": (gl.bfloat16, gl.float32, False, True),
-    "bf16 with a softcap and a filter": (gl.bfloat16, gl.float32, True, True),
-    "i8": (gl.int8, gl.int32, True, False),
-    "i8 with a softcap": (gl.int8, gl.int32, True, True),
-    "i8 with a large softcap": (gl.int8, gl.int32, True, True),
+    "bf16": (gl.bfloat16, True, False),
+    "bf16 with a softcap": (gl.bfloat16, False, True),
+    "bf16 with statistics": (gl.bfloat16, True, False),
+    "bf16 with a softcap and a filter": (gl.bfloat16, True, True),
+    "i8": (gl.int8, True, False),
+    "i8 with a softcap": (gl.int8, True, True),
+    "i8 with a large softcap": (gl.int8, True, True),
 }
-for kind, (dtype, accumulator, score, softcap) in KINDS.items():
+for kind, (dtype, score, softcap) in KINDS.items():
     if kind.split()[0] != sys.argv[1]:
         continue
     dims = 1024 // dtype.primitive_bitwidth
@@ -49,7 +50,8 @@ for kind, (dtype, accumulator, score, softcap) in KINDS.items():
     constants = {
         "BLOCK_N": 128, "ROWS": 128, "BLOCK_D": dims, "STAGES": 4, "HAS_BIAS": softcap,
         "HAS_SOFTCAP": softcap, "HAS_SCORE": score, "BY_LARGEST": False,
-        "IS_SCREENED": dtype is gl.int8, "FINE": "large" in kind, "ACCUMULATOR": accumulator,
+        "IS_SCREENED": dtype is gl.int8, "FINE": "large" in kind,
+        **dict.fromkeys(("HAS_SURPLUS", "HAS_ARGMAX", "HAS_MOMENTS"), "statistics" in kind),
     }
     signature = {}
     for name in kernel.arg_names:
@@ -140,6 +142,16 @@ def outputs(kernels: int, shape: tuple[int, int, int], dtype: torch.dtype, **opt
     """Loss, lse, gradients and how often the Hopper kernel was launched."""
     inputs = zipf_inputs(*shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
     hidden, weight = (tensor.cuda().requires_grad_() for tensor in (inputs.hidden, inputs.weight))
+    targets = inputs.targets.cuda()
+    found, launched = loss_of(kernels, hidden, weight, targets, stats=("lse",), **options)
+    found.loss.backward()
+    return [found.loss, found.lse, hidden.grad, weight.grad], launched
+
+
+def loss_of(
+    kernels: int, hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any
+) -> tuple[Any, int]:
+    """The loss with its statistics, and how often the Hopper kernel was launched."""
     launches = []
     whole = forward_state.launch_forward
 
@@ -151,11 +163,8 @@ def outputs(kernels: int, shape: tuple[int, int, int], dtype: torch.dtype, **opt
         patch.setattr(forward_state, "launch_forward", counted)
         if kernels == 1:
             patch.setattr(forward_state, "num_groups", lambda *_: 1)
-        found: Any = linear_cross_entropy(
-            hidden, weight, inputs.targets.cuda(), backend="triton", stats=("lse",), **options
-        )
-        found.loss.backward()
-    return [found.loss, found.lse, hidden.grad, weight.grad], len(launches)
+        found: Any = linear_cross_entropy(hidden, weight, targets, backend="triton", **options)
+    return found, len(launches)
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -187,3 +196,46 @@ class TestOnHopper:
         first, _ = outputs(2, (1000, 50000, 256), torch.bfloat16)
         again, _ = outputs(2, (1000, 50000, 256), torch.bfloat16)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+    @pytest.mark.parametrize("options", ["plain", "softcap", "exact"])
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_hopper_statistics_agree_with_the_portable_ones(
+        self, shape: tuple[int, int, int], options: str
+    ) -> None:
+        inputs = zipf_inputs(*shape, generator=torch.Generator().manual_seed(0))
+        hidden = inputs.hidden.to("cuda", torch.bfloat16).requires_grad_()
+        weight = inputs.weight.to("cuda", torch.bfloat16)
+        targets = inputs.targets.cuda()
+        targets[::5] = -100
+        every = {**OPTIONS[options], "stats": ("lse", "entropy", "correct", "logit_moments")}
+        ours, launched = loss_of(2, hidden, weight, targets, **every)
+        portable, none = loss_of(1, hidden, weight, targets, **every)
+        assert (launched > 0, none) == (True, 0)
+        assert torch.equal(ours.correct, portable.correct)
+        for found, expected in (
+            (ours.lse, portable.lse),
+            (ours.entropy, portable.entropy),
+            *zip(ours.logit_moments, portable.logit_moments, strict=True),
+        ):
+            torch.testing.assert_close(found, expected, rtol=4e-6, atol=4e-6)
+        # A statistic costs no bit of the loss.
+        alone, _ = loss_of(2, hidden, weight, targets, **OPTIONS[options])
+        assert torch.equal(alone, ours.loss)
+
+    @pytest.mark.parametrize("scale", [1.0, -1.0])
+    def test_the_lowest_of_equal_columns_is_correct(self, scale: float) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        hidden, weight = (
+            torch.randn(size, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+            for size in (300, 20000)
+        )
+        # Each token's largest column occurs in four tiles, in other splits and groups too.
+        largest = (scale * hidden @ weight[:5000].T).argmax(1)
+        weight = weight[:5000].repeat(4, 1)
+        for times in range(4):
+            targets = largest + 5000 * times
+            found, launched = loss_of(
+                2, hidden, weight, targets, stats=("correct",), logit_scale=scale
+            )
+            assert (launched > 0) == (scale > 0)
+            assert bool((found.correct == (times == 0)).all())

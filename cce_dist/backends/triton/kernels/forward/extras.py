@@ -66,3 +66,66 @@ def add_extras(
         old = tl.where(is_first, tl.zeros_like(old), old)
         tl.store(largest_ptr + 5 * field, old + part)
     tl.debug_barrier()
+
+
+@triton.jit
+def merge_extras_kernel(
+    count_ptr,  # [1] int32
+    shape_ptr,  # [3] int32: see `forward_kernel`
+    extras_ptr,  # [7, size]: see `add_extras`
+    target_ptr,  # [N]
+    out_ptr,  # [7, N]: largest logit, its column, 1 where that is the target; origin, mean, m2;
+    # weighted sum over all classes' number: out, 0 for tokens that don't count
+    num_classes,
+    N,
+    size,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_ARGMAX: tl.constexpr,
+    HAS_MOMENTS: tl.constexpr,
+    HAS_SMOOTH: tl.constexpr,
+):
+    """Merges the splits of the vocabulary: mean and m2 by Chan's update."""
+    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = tokens < N
+    counts = tokens < tl.load(count_ptr)
+    stride = tl.load(shape_ptr) * TOKENS
+    nothing = tl.zeros((BLOCK_N,), tl.float32)
+    top = nothing - float("inf")
+    column = nothing
+    origin = tl.load(extras_ptr + 2 * size + tokens, mask=counts, other=0.0)
+    mean = nothing
+    m2 = nothing
+    seen = nothing
+    weighted = nothing
+    for split in range(tl.load(shape_ptr + 1)):
+        at = extras_ptr + split * stride + tokens
+        if HAS_ARGMAX:
+            other = tl.load(at, mask=counts, other=0.0)
+            other_column = tl.load(at + size, mask=counts, other=0.0)
+            better = (other > top) | ((other == top) & (other_column < column)) | (split == 0)
+            top = tl.where(better, other, top)
+            column = tl.where(better, other_column, column)
+        if HAS_MOMENTS:
+            shift = tl.load(at + 2 * size, mask=counts, other=0.0) - origin
+            delta = shift + tl.load(at + 3 * size, mask=counts, other=0.0) - mean
+            number = tl.load(at + 6 * size, mask=counts, other=0.0)
+            share = number / tl.maximum(seen + number, 1.0)
+            mean += delta * share
+            m2 += tl.load(at + 4 * size, mask=counts, other=0.0) + delta * delta * (seen * share)
+            seen += number
+        if HAS_SMOOTH:
+            weighted += tl.load(at + 5 * size, mask=counts, other=0.0)
+    if HAS_ARGMAX:
+        target = tl.load(target_ptr + tokens, mask=counts, other=-1).to(tl.float32)
+        hit = (column == target) & (top > float("-inf"))
+        tl.store(out_ptr + tokens, tl.where(counts, top, 0.0), mask=inside)
+        tl.store(out_ptr + N + tokens, tl.where(counts, column, 0.0), mask=inside)
+        tl.store(out_ptr + 2 * N + tokens, tl.where(counts & hit, 1.0, 0.0), mask=inside)
+    if HAS_MOMENTS:
+        tl.store(out_ptr + 3 * N + tokens, tl.where(counts, origin, 0.0), mask=inside)
+        tl.store(out_ptr + 4 * N + tokens, tl.where(counts, mean, 0.0), mask=inside)
+        tl.store(out_ptr + 5 * N + tokens, tl.where(counts, m2, 0.0), mask=inside)
+    if HAS_SMOOTH:
+        smooth = tl.where(counts, weighted / num_classes, 0.0)
+        tl.store(out_ptr + 6 * N + tokens, smooth, mask=inside)

@@ -16,85 +16,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward import forward
-from cce_dist.backends.triton.kernels.forward.hopper_softcap import (
-    add_softcapped,
+from cce_dist.backends.triton.kernels.forward.hopper_softcap import add_softcapped
+from cce_dist.backends.triton.kernels.forward.hopper_state import end_stretch, start_state
+from cce_dist.backends.triton.kernels.forward.hopper_stats import (
+    SUM_ROWS,
+    SUMS,
+    SURPLUS,
+    add_plain,
+    end_largest,
+    start_stats,
+    take_sum,
+    update_stats,
+)
+from cce_dist.backends.triton.kernels.forward.hopper_sums import (
     log2_scale_across,
     log2_scale_of,
+    partial_sums,
     store_log2_scales,
 )
-from cce_dist.backends.triton.kernels.forward.hopper_sums import partial_sums, whole_sum
 from cce_dist.backends.triton.kernels.gluon_names import async_load, thread_barrier
 
 GROUPS = gl.constexpr(2)
 
-exp2_of = gluon.jit(numbers.exp2_of.fn)
 slot_of = gluon.jit(forward.slot_of.fn)
 turns_until = gluon.jit(forward.turns_until.fn)
 turns_before = gluon.jit(forward.turns_before.fn)
 first_turn = gluon.jit(forward.first_turn.fn)
 end_turn = gluon.jit(forward.end_turn.fn)
-
-
-@gluon.jit
-def start_state(
-    lower_ptrs,  # [BLOCK_N], a token a thread
-    state_ptrs,  # of this split
-    before_ptrs,  # of the first split, as the launch before left it
-    split_offset,  # this split's place from there
-    splits,
-    stride,
-    size,
-    counts,
-    launch,
-    HAS_SCORE: gl.constexpr,
-    HAS_UNKEPT: gl.constexpr,
-):
-    """Starts a state as `forward.start_state`; returns the reference, from all splits' sums,
-    [BLOCK_N]."""
-    ref = gl.load(lower_ptrs)
-    total = ref * 0.0
-    dropped = total
-    unkept = total
-    if (launch >= forward.FIRST) & (launch < forward.ALONE):
-        top = total + numbers.LOWEST
-        for first in range(0, splits, forward.READ_AT_ONCE):
-            others = ()
-            parts = ()
-            for i in gl.static_range(forward.READ_AT_ONCE):
-                ptrs = before_ptrs + (first + i) * stride
-                there = first + i < splits
-                others = others + (gl.load(ptrs, mask=there, other=numbers.LOWEST),)  # noqa: RUF005
-                parts = parts + (gl.load(ptrs + size, mask=there, other=0.0),)  # noqa: RUF005
-            for i in gl.static_range(forward.READ_AT_ONCE):
-                # An overflowed sum is computed again at the end, and skipped here.
-                part = gl.where(parts[i] < float("inf"), parts[i], 0.0)
-                other = gl.where(part > 0, others[i], numbers.LOWEST)
-                higher = gl.maximum(top, other)
-                total = total * exp2_of(top - higher) + part * exp2_of(other - higher)
-                top = higher
-        before = gl.load(before_ptrs + split_offset)
-        # Other ranks' sums may have raised the lower bound.
-        ref = gl.maximum(ref, before)
-        ref = gl.maximum(ref, gl.where(total > 0, top + gl.log2(total), numbers.LOWEST))
-        shrink = exp2_of(before - ref)
-        # PROBE's sums were for references alone.
-        goes_on = (launch > forward.FIRST) & counts
-        total = shrink * gl.load(before_ptrs + split_offset + size, mask=goes_on, other=0.0)
-        if HAS_SCORE:
-            dropped = shrink * gl.load(
-                before_ptrs + split_offset + 2 * size, mask=goes_on, other=0.0
-            )
-        if HAS_UNKEPT:
-            unkept = shrink * gl.load(
-                before_ptrs + split_offset + 3 * size, mask=goes_on, other=0.0
-            )
-    gl.store(state_ptrs, ref)
-    gl.store(state_ptrs + size, total)
-    if HAS_SCORE:
-        gl.store(state_ptrs + 2 * size, dropped)
-    if HAS_UNKEPT:
-        gl.store(state_ptrs + 3 * size, unkept)
-    return ref
 
 
 @gluon.jit
@@ -147,7 +95,11 @@ def sum_tiles(
     lower_ptr,
     state_ptr,  # [SLOTS, 4, size]
     mass_ptr,  # [V] of the block
-    of_token,  # [3 GROUPS, BLOCK_N] in shared memory: reference; of 8 bits, scale and shift
+    extras_ptr,  # [7, size]
+    key_ptr,  # [size]
+    of_token,  # [4 GROUPS, BLOCK_N] in shared memory: reference; scale; shift of 8 bits, or the
+    # moments' origin; bound of the largest product
+    stat_tiles,  # [SUMS GROUPS, SUM_ROWS, BLOCK_N] in shared memory
     e_tiles,
     c_tiles,
     full,
@@ -177,13 +129,16 @@ def sum_tiles(
     BY_LARGEST: gl.constexpr,
     IS_SCREENED: gl.constexpr,
     FINE: gl.constexpr,
-    ACCUMULATOR: gl.constexpr,
+    HAS_SURPLUS: gl.constexpr,
+    HAS_ARGMAX: gl.constexpr,
+    HAS_MOMENTS: gl.constexpr,
 ):
     """Sums the group's columns of every tile, [ROWS, BLOCK_N] at a time in four warps'
     registers."""
     HAS_UNKEPT: gl.constexpr = HAS_SCORE and IS_SCREENED and HAS_SOFTCAP
     step_dims: gl.constexpr = 256 // c_tiles.dtype.primitive_bitwidth
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, step_dims])
+    ACCUMULATOR: gl.constexpr = gl.int32 if c_tiles.dtype.is_int() else gl.float32
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     by_token: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     across: gl.constexpr = gl.SliceLayout(0, layout)
@@ -195,26 +150,34 @@ def sum_tiles(
     before_ptrs = state_ptr + slot_of(launch + forward.SLOTS - 1) * 4 * size + token
     first_ref = start_state(
         lower_ptr + token, state_ptrs, before_ptrs, state_offset, GROUPS * splits, stride, size,
-        token < count, launch, HAS_SCORE, HAS_UNKEPT,
+        token < count, launch, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT,
     )  # fmt: skip
-    ref_tile = of_token.index(3 * group)
+    ref_tile = of_token.index(4 * group)
     ref_tile.store(first_ref)
     # Logits are scaled for `tanh_of_8_bits`, which saves a multiplication for each.
     to_tanh = 1.0
     if IS_SCREENED and HAS_SOFTCAP:
         to_tanh = 2.0 * numbers.LOG2E / softcap
     if IS_SCREENED:
-        of_token.index(3 * group + 1).store(gl.load(token_ptr + token))
-        of_token.index(3 * group + 2).store(gl.load(token_ptr + N + token) * to_tanh)
-    store_log2_scales(log2_scale, token, of_token.index(3 * group + 1))
+        of_token.index(4 * group + 1).store(gl.load(token_ptr + token))
+        of_token.index(4 * group + 2).store(gl.load(token_ptr + N + token) * to_tanh)
+    store_log2_scales(log2_scale, token, of_token.index(4 * group + 1))
+    extras_ptrs = extras_ptr + state_offset + token
+    keys = key_ptr + state_offset + block * BLOCK_N
+    start_stats(
+        stat_tiles, of_token, group, key_ptr + token, extras_ptrs, state_offset, GROUPS * splits,
+        stride, size, first_ref, token < count, launch, HAS_SURPLUS, HAS_ARGMAX, HAS_MOMENTS,
+    )  # fmt: skip
+    nothing = partial_sums(gl.zeros((ROWS, BLOCK_N), gl.float32, layout), ROWS, BLOCK_N)
     step = 0
     turn = start_turn
     while turn < stop_turn:
         first = turn
         turn = gl.minimum(turn + gl.maximum(turn - start_turn, 1), stop_turn)
-        total = partial_sums(gl.zeros((ROWS, BLOCK_N), gl.float32, layout), ROWS, BLOCK_N)
-        dropped = total
-        unkept = total
+        total = nothing
+        dropped = nothing
+        unkept = nothing
+        number = 0
         for at in range(first, turn):
             x = gl.zeros((ROWS, BLOCK_N), ACCUMULATOR, layout)
             for k in range(0, D, BLOCK_D):
@@ -234,6 +197,7 @@ def sum_tiles(
             first_column = ((split + at * splits) * GROUPS + group) * ROWS
             columns = first_column + rows
             inside = columns < V
+            number += gl.minimum(gl.maximum(V - first_column, 0), ROWS)
             bias, times, shift = 0.0, 0.0, 0.0
             if IS_SCREENED:
                 times = gl.load(column_ptr + columns, mask=inside, other=0.0)
@@ -246,25 +210,31 @@ def sum_tiles(
                 bias *= to_tanh
             if HAS_SOFTCAP:
                 total, dropped, unkept = add_softcapped(
-                    x, total, dropped, unkept, (bias, times, shift), of_token, 3 * group,
-                    mass_ptr, columns, V, log2_scale, softcap, threshold, ROWS, BLOCK_N, HAS_BIAS,
-                    HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE,
+                    x, total, dropped, unkept, (bias, times, shift), of_token, 4 * group,
+                    stat_tiles, mass_ptr, keys, columns, V, log2_scale, softcap, threshold, ROWS,
+                    BLOCK_N, HAS_BIAS, HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS,
+                    HAS_ARGMAX, HAS_MOMENTS,
                 )  # fmt: skip
             else:
                 if IS_SCREENED:
                     x = x.to(gl.float32) * times[:, None]
-                    x = x * of_token.index(3 * group + 1).load(across)[None, :] + shift[:, None]
-                    x += of_token.index(3 * group + 2).load(across)[None, :]
+                    x = x * of_token.index(4 * group + 1).load(across)[None, :] + shift[:, None]
+                    x += of_token.index(4 * group + 2).load(across)[None, :]
                 if HAS_BIAS:
                     x += bias[:, None]
                 factor = log2_scale_across(
-                    log2_scale, of_token.index(3 * group + 1), 0, BLOCK_N, across
+                    log2_scale, of_token.index(4 * group + 1), 0, BLOCK_N, across
                 )
                 if first_column + ROWS > V:
                     x = gl.where(inside[:, None], x, float("-inf") * factor)
-                ref = ref_tile.load(across)
-                p = gl.exp2(x * factor - ref[None, :])
-                total += partial_sums(p, ROWS, BLOCK_N)
+                if HAS_SURPLUS or HAS_ARGMAX:
+                    total, p = add_plain(
+                        x, total, columns, V, log2_scale, keys, of_token, 4 * group,
+                        stat_tiles, ROWS, BLOCK_N, HAS_SURPLUS, HAS_ARGMAX, HAS_MOMENTS,
+                    )  # fmt: skip
+                else:
+                    p = gl.exp2(x * factor - ref_tile.load(across)[None, :])
+                    total += partial_sums(p, ROWS, BLOCK_N)
                 if HAS_SCORE:
                     mass = gl.sum(p, 1)
                     score = mass
@@ -276,19 +246,22 @@ def sum_tiles(
                     gl.store(mass_ptr + columns, mark, mask=inside)
                     drops = gl.where(keeps, 0.0, 1.0)
                     dropped += partial_sums(p * drops[:, None], ROWS, BLOCK_N)
-        whole = gl.load(state_ptrs + size) + whole_sum(total, by_token)
-        gain = gl.maximum(gl.log2(whole), 0.0)
-        shrink = exp2_of(-gain)
-        next_ref = gl.load(state_ptrs) + gain
-        gl.store(state_ptrs, next_ref)
-        gl.store(state_ptrs + size, whole * shrink)
-        if HAS_SCORE:
-            whole = gl.load(state_ptrs + 2 * size) + whole_sum(dropped, by_token)
-            gl.store(state_ptrs + 2 * size, whole * shrink)
-        if HAS_UNKEPT:
-            whole = gl.load(state_ptrs + 3 * size) + whole_sum(unkept, by_token)
-            gl.store(state_ptrs + 3 * size, whole * shrink)
+        surplus = first_ref
+        if HAS_SURPLUS:
+            tile = stat_tiles.index(SUMS * group + SURPLUS)
+            surplus = take_sum(tile, by_token)
+        next_ref = end_stretch(
+            state_ptrs, size, total, dropped, unkept, surplus, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
+        )
         ref_tile.store(next_ref)
+        update_stats(
+            stat_tiles, of_token, group, key_ptr + state_offset + token, extras_ptrs, size,
+            token < count, number, HAS_ARGMAX, HAS_MOMENTS,
+        )  # fmt: skip
+    if HAS_ARGMAX:
+        end_largest(
+            key_ptr + state_offset + token, extras_ptrs, size, token, scale, softcap, HAS_SOFTCAP
+        )
 
 
 @gluon.jit(do_not_specialize=["launch"])
@@ -303,6 +276,8 @@ def hopper_forward_kernel(
     lower_ptr,  # [N]
     state_ptr,  # [SLOTS, 4, size]: see `forward_kernel`; out
     mass_ptr,  # [num_blocks, V]: out
+    extras_ptr,  # [7, size]: see `add_extras`; out
+    key_ptr,  # [size] int64 of a split and token, largest product: see `hopper_stats.key_of`; out
     launch,
     size,
     N,
@@ -321,7 +296,9 @@ def hopper_forward_kernel(
     BY_LARGEST: gl.constexpr,
     IS_SCREENED: gl.constexpr,
     FINE: gl.constexpr,
-    ACCUMULATOR: gl.constexpr,
+    HAS_SURPLUS: gl.constexpr,
+    HAS_ARGMAX: gl.constexpr,
+    HAS_MOMENTS: gl.constexpr,
 ):
     """Sums a block of tokens over every `splits`-th tile of GROUPS x ROWS columns; a program a
     block and split.
@@ -353,7 +330,11 @@ def hopper_forward_kernel(
         weight.dtype, [STAGES * GROUPS, ROWS, BLOCK_D], weight.layout
     )
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    of_token = gl.allocate_shared_memory(gl.float32, [3 * GROUPS, BLOCK_N], plain)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    of_token = gl.allocate_shared_memory(gl.float32, [4 * GROUPS, BLOCK_N], plain)
+    # Without statistics nothing reads them.
+    sum_rows: gl.constexpr = SUM_ROWS if HAS_SURPLUS or HAS_MOMENTS else 1
+    stat_tiles = gl.allocate_shared_memory(gl.float32, [SUMS * GROUPS, sum_rows, BLOCK_N], flat)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -365,20 +346,22 @@ def hopper_forward_kernel(
                 sum_tiles,
                 (
                     0, bias_ptr, column_ptr, token_ptr, lower_ptr, state_ptr, mass_ptr,
-                    of_token, e_tiles, c_tiles, full, empty, block, split, splits, start_turn,
-                    stop_turn, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
-                    BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
-                    IS_SCREENED, FINE, ACCUMULATOR,
+                    extras_ptr, key_ptr, of_token, stat_tiles, e_tiles, c_tiles, full, empty, block,
+                    split, splits, start_turn, stop_turn, launch, num_blocks, count, size, N, V, D,
+                    scale, softcap, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS,
+                    HAS_SOFTCAP, HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS, HAS_ARGMAX,
+                    HAS_MOMENTS,
                 ),
             ),
             (
                 sum_tiles,
                 (
                     1, bias_ptr, column_ptr, token_ptr, lower_ptr, state_ptr, mass_ptr,
-                    of_token, e_tiles, c_tiles, full, empty, block, split, splits, start_turn,
-                    stop_turn, launch, num_blocks, count, size, N, V, D, scale, softcap, threshold,
-                    BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST,
-                    IS_SCREENED, FINE, ACCUMULATOR,
+                    extras_ptr, key_ptr, of_token, stat_tiles, e_tiles, c_tiles, full, empty, block,
+                    split, splits, start_turn, stop_turn, launch, num_blocks, count, size, N, V, D,
+                    scale, softcap, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS,
+                    HAS_SOFTCAP, HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS, HAS_ARGMAX,
+                    HAS_MOMENTS,
                 ),
             ),
             (

@@ -18,19 +18,19 @@ from cce_dist.backends.triton.kernels.forward.hopper import (
     GROUPS,
     load_tiles,
     slot_of,
-    start_state,
     turns_before,
 )
-from cce_dist.backends.triton.kernels.forward.hopper_softcap import (
+from cce_dist.backends.triton.kernels.forward.hopper_softcap import for_each_token, near_tanh
+from cce_dist.backends.triton.kernels.forward.hopper_state import start_state
+from cce_dist.backends.triton.kernels.forward.hopper_sums import (
     APART,
     PARTS,
-    for_each_token,
     joined_sums,
-    near_tanh,
+    partial_sums,
     split_tokens,
+    whole_sum,
     with_rows_of,
 )
-from cce_dist.backends.triton.kernels.forward.hopper_sums import partial_sums, whole_sum
 from cce_dist.backends.triton.kernels.gluon_names import thread_barrier
 
 
@@ -125,7 +125,7 @@ def keep_tiles(
     # All splits start as the first one does, so that they have the same reference.
     ref = start_state(
         lower_ptr + token, state_ptrs, before_ptrs, 0, GROUPS * splits, stride, size,
-        token < count, launch, False, False,
+        token < count, launch, False, False, False,
     )  # fmt: skip
     gl.store(kept_ref_ptr + token, ref, mask=(token < N) & (split + group == 0))
     ref_tile = ref_tiles.index(group)

@@ -8,81 +8,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from cce_dist.backends.triton.kernels import numbers
+from cce_dist.backends.triton.kernels.forward.hopper_stats import add_stats
+from cce_dist.backends.triton.kernels.forward.hopper_sums import (
+    APART,
+    PARTS,
+    joined_sums,
+    log2_scale_across,
+    split_tokens,
+    with_rows_of,
+)
 
-# Parts of a tile's tokens, which are computed one after the other.
-PARTS = gl.constexpr(8)
-# Rows that are left after summing over each thread's rows: no two lie in one thread.
-APART = gl.constexpr(32)
-
-log2_scale_of = gluon.jit(numbers.log2_scale_of.fn)
 near_tanh = gluon.jit(numbers.near_tanh.fn)
 reciprocal = gluon.jit(numbers.reciprocal.fn)
-
-
-@gluon.jit
-def split_tokens(x, ROWS: gl.constexpr, TOKENS: gl.constexpr, PARTS: gl.constexpr):
-    """Splits [ROWS, TOKENS] into a tuple of PARTS, a power of two. No number changes its thread."""
-    if PARTS == 1:
-        return (x,)
-    else:
-        HALF: gl.constexpr = TOKENS // 2
-        first, last = gl.split(gl.permute(gl.reshape(x, (ROWS, 2, HALF)), (0, 2, 1)))
-        firsts = split_tokens(first, ROWS, HALF, PARTS // 2)
-        return firsts + split_tokens(last, ROWS, HALF, PARTS // 2)
-
-
-@gluon.jit
-def join_tokens(
-    parts, FIRST: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, PARTS: gl.constexpr
-):
-    """Reverses `split_tokens`: joins PARTS parts, from the FIRST on, to [ROWS, TOKENS]."""
-    if PARTS == 1:
-        return parts[FIRST]
-    else:
-        HALF: gl.constexpr = PARTS // 2
-        first = join_tokens(parts, FIRST, ROWS, TOKENS // 2, HALF)
-        last = join_tokens(parts, FIRST + HALF, ROWS, TOKENS // 2, HALF)
-        return gl.reshape(gl.permute(gl.join(first, last), (0, 2, 1)), (ROWS, TOKENS))
-
-
-@gluon.jit
-def with_rows_of(sums, x, ROWS: gl.constexpr, TOKENS: gl.constexpr):
-    """Adds to sums [APART, TOKENS] the rows of x [ROWS, TOKENS] that a thread of 4 warps holds."""
-    split = gl.reshape(x, (ROWS // 64, 4, 2, 8, TOKENS))
-    row_sums = gl.reshape(gl.sum(gl.sum(split, 2), 0), (APART, TOKENS))
-    # The two layouts differ in name alone.
-    return gl.convert_layout(sums, row_sums.type.layout, assert_trivial=True) + row_sums
-
-
-@gluon.jit
-def joined_sums(parts, like, TOKENS: gl.constexpr):
-    """Joins the sums of all parts -> [4, 8, TOKENS] in the layout of `like`."""
-    whole = gl.reshape(join_tokens(parts, 0, APART, TOKENS, PARTS), (4, 8, TOKENS))
-    return gl.convert_layout(whole, like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
 def for_each_token(x, LAYOUT: gl.constexpr):
     """Returns [ROWS] as [ROWS, 1]."""
     return gl.convert_layout(x, LAYOUT, assert_trivial=True)[:, None]
-
-
-@gluon.jit
-def store_log2_scales(log2_scale, token, of_tokens):
-    """Copies each token's scale, times log2(e), to shared memory if `log2_scale` is a pointer."""
-    if log2_scale.dtype.is_ptr():
-        of_tokens.store(numbers.LOG2E * gl.load(log2_scale + token))
-
-
-@gluon.jit
-def log2_scale_across(
-    log2_scale, of_tokens, FIRST: gl.constexpr, TOKENS: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """Returns `numbers.log2_scale_across`, from the scales that `store_log2_scales` has stored."""
-    if log2_scale.dtype.is_ptr():
-        return of_tokens.slice(FIRST, TOKENS).load(LAYOUT)[None, :]
-    else:
-        return log2_scale
 
 
 @gluon.jit
@@ -122,7 +65,9 @@ def add_softcapped(
     # and the tokens' shifts, are multiplied by 2 log2(e) / softcap
     of_token,  # in shared memory, from `base`: see `hopper.sum_tiles`
     base,
+    sum_tiles,
     mass_ptr,
+    key_ptr,
     columns,  # [ROWS]
     V,
     log2_scale,
@@ -135,8 +80,11 @@ def add_softcapped(
     BY_LARGEST: gl.constexpr,
     IS_SCREENED: gl.constexpr,
     FINE: gl.constexpr,  # see `tanh_of_8_bits`
+    HAS_SURPLUS: gl.constexpr,
+    HAS_ARGMAX: gl.constexpr,
+    HAS_MOMENTS: gl.constexpr,
 ):
-    """Adds a tile of `hopper.sum_tiles` to total, dropped and unkept."""
+    """Adds a tile of `hopper.sum_tiles` to total, dropped, unkept and statistics."""
     TOKENS: gl.constexpr = BLOCK_N // PARTS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 8])
     across: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -162,9 +110,9 @@ def add_softcapped(
         t = tanh_of_8_bits(y, FINE) if IS_SCREENED else near_tanh(y * (1.0 / softcap))
         ref = of_token.index(base).slice(i * TOKENS, TOKENS).load(across)
         factor = log2_scale_across(log2_scale, of_token.index(base + 1), i * TOKENS, TOKENS, across)
-        p = gl.exp2(t * (factor * softcap) - ref[None, :])
+        log_p = t * (factor * softcap) - ref[None, :]
         # A branch would move the parts' registers to memory.
-        p = gl.where(inside[:, None], p, 0.0)
+        p = gl.where(inside[:, None], gl.exp2(log_p), 0.0)
         totals = totals + (with_rows_of(before[i], p, ROWS, TOKENS),)  # noqa: RUF005
         if HAS_SCORE:
             q = p * (1.0 - t * t)
@@ -175,6 +123,14 @@ def add_softcapped(
                 top = gl.max(p, 1)
                 largest = top if i == 0 else gl.maximum(largest, top)
             kept = kept + (pair_of(p, q) if IS_SCREENED else q,)  # noqa: RUF005
+        if HAS_SURPLUS or HAS_ARGMAX:
+            if HAS_ARGMAX:
+                y = gl.where(inside[:, None], y, float("-inf"))
+            z = t * (factor * softcap * (1.0 / numbers.LOG2E))
+            add_stats(
+                i, log_p, p, y, z, columns, V, key_ptr, of_token, base, sum_tiles, ROWS, TOKENS,
+                HAS_SURPLUS, HAS_ARGMAX, HAS_MOMENTS,
+            )  # fmt: skip
     total = joined_sums(totals, total, BLOCK_N)
     if HAS_SCORE:
         mass = gl.convert_layout(gl.sum(mass, 1), rows)

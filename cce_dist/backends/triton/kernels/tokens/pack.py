@@ -63,7 +63,6 @@ def pack_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TOKENS: tl.constexpr,
-    EVERY_BLOCK: tl.constexpr,  # as if every token counted
     GROUPS: tl.constexpr,  # splits that one program of the forward computes side by side
 ):
     """Packs BLOCK_N tokens. Two logits, the target's and the first column's, bound lse before any
@@ -111,8 +110,6 @@ def pack_kernel(
     ref = tl.where(here & (tl.abs(of_target) < 1e30), tl.maximum(ref, of_target), ref)
     ref = tl.where(counts, ref, HIGHEST)
     blocks = tl.maximum(tl.cdiv(tl.load(count_ptr), TOKENS), 1)
-    if EVERY_BLOCK:
-        blocks = N_padded // TOKENS
     tl.store(lower_ptr + tokens, ref, mask=tokens < N_padded)
     if tl.program_id(0) == 0:
         splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)

@@ -1,0 +1,108 @@
+"""The state of a token in one split of Hopper's forward: a reference, and sums relative to it."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from cce_dist.backends.triton.kernels import numbers
+from cce_dist.backends.triton.kernels.forward import forward
+from cce_dist.backends.triton.kernels.forward.hopper_sums import whole_sum
+
+exp2_of = gluon.jit(numbers.exp2_of.fn)
+
+
+@gluon.jit
+def start_state(
+    lower_ptrs,  # [BLOCK_N], a token a thread
+    state_ptrs,  # of this split
+    before_ptrs,  # of the first split, as the launch before left it
+    split_offset,  # this split's place from there
+    splits,
+    stride,
+    size,
+    counts,
+    launch,
+    HAS_SCORE: gl.constexpr,
+    HAS_SURPLUS: gl.constexpr,
+    HAS_UNKEPT: gl.constexpr,
+):
+    """Starts a state as `forward.start_state`; returns the reference, from all splits' sums,
+    [BLOCK_N]."""
+    ref = gl.load(lower_ptrs)
+    total = ref * 0.0
+    dropped = total
+    last = total
+    if (launch >= forward.FIRST) & (launch < forward.ALONE):
+        top = total + numbers.LOWEST
+        for first in range(0, splits, forward.READ_AT_ONCE):
+            others = ()
+            parts = ()
+            for i in gl.static_range(forward.READ_AT_ONCE):
+                ptrs = before_ptrs + (first + i) * stride
+                there = first + i < splits
+                others = others + (gl.load(ptrs, mask=there, other=numbers.LOWEST),)  # noqa: RUF005
+                parts = parts + (gl.load(ptrs + size, mask=there, other=0.0),)  # noqa: RUF005
+            for i in gl.static_range(forward.READ_AT_ONCE):
+                # An overflowed sum is computed again at the end, and skipped here.
+                part = gl.where(parts[i] < float("inf"), parts[i], 0.0)
+                other = gl.where(part > 0, others[i], numbers.LOWEST)
+                higher = gl.maximum(top, other)
+                total = total * exp2_of(top - higher) + part * exp2_of(other - higher)
+                top = higher
+        before = gl.load(before_ptrs + split_offset)
+        # Other ranks' sums may have raised the lower bound.
+        ref = gl.maximum(ref, before)
+        ref = gl.maximum(ref, gl.where(total > 0, top + gl.log2(total), numbers.LOWEST))
+        shrink = exp2_of(before - ref)
+        # PROBE's sums were for references alone.
+        goes_on = (launch > forward.FIRST) & counts
+        earlier = gl.load(before_ptrs + split_offset + size, mask=goes_on, other=0.0)
+        total = shrink * earlier
+        if HAS_SCORE:
+            dropped = shrink * gl.load(
+                before_ptrs + split_offset + 2 * size, mask=goes_on, other=0.0
+            )
+        if HAS_SURPLUS or HAS_UNKEPT:
+            last = gl.load(before_ptrs + split_offset + 3 * size, mask=goes_on, other=0.0)
+            if HAS_SURPLUS:
+                last -= (ref - before) * earlier
+            last *= shrink
+    gl.store(state_ptrs, ref)
+    gl.store(state_ptrs + size, total)
+    if HAS_SCORE:
+        gl.store(state_ptrs + 2 * size, dropped)
+    if HAS_SURPLUS or HAS_UNKEPT:
+        gl.store(state_ptrs + 3 * size, last)
+    return ref
+
+
+@gluon.jit
+def end_stretch(
+    state_ptrs,  # [BLOCK_N], a token a thread
+    size,
+    total,  # [4, 8, BLOCK_N] sums of a stretch of tiles: see `hopper.sum_tiles`
+    dropped,
+    unkept,
+    surplus,  # [BLOCK_N]
+    HAS_SCORE: gl.constexpr,
+    HAS_SURPLUS: gl.constexpr,
+    HAS_UNKEPT: gl.constexpr,
+):
+    """Adds a stretch's sums to the state; returns its new reference, not below log2 of their
+    total, [BLOCK_N]."""
+    layout: gl.constexpr = state_ptrs.type.layout
+    whole = gl.load(state_ptrs + size) + whole_sum(total, layout)
+    gain = gl.maximum(gl.log2(whole), 0.0)
+    shrink = exp2_of(-gain)
+    next_ref = gl.load(state_ptrs) + gain
+    gl.store(state_ptrs, next_ref)
+    gl.store(state_ptrs + size, whole * shrink)
+    if HAS_SCORE:
+        of_dropped = gl.load(state_ptrs + 2 * size) + whole_sum(dropped, layout)
+        gl.store(state_ptrs + 2 * size, of_dropped * shrink)
+    if HAS_UNKEPT:
+        of_unkept = gl.load(state_ptrs + 3 * size) + whole_sum(unkept, layout)
+        gl.store(state_ptrs + 3 * size, of_unkept * shrink)
+    if HAS_SURPLUS:
+        excess = gl.load(state_ptrs + 3 * size) + surplus
+        gl.store(state_ptrs + 3 * size, (excess - gain * whole) * shrink)
+    return next_ref

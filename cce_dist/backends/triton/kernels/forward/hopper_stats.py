@@ -1,0 +1,352 @@
+"""Statistics of the logits that few callers ask for, in Hopper's forward.
+
+Its sums of exponentials leave a thread few registers. So the largest product goes to memory, by
+atomics that few columns need after the first tiles, and sums go to shared memory.
+docs/design/forward.md#statistics
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from cce_dist.backends.triton.kernels import numbers
+from cce_dist.backends.triton.kernels.forward import forward
+from cce_dist.backends.triton.kernels.forward.hopper_sums import (
+    APART,
+    PARTS,
+    join_tokens,
+    joined_sums,
+    log2_scale_across,
+    split_tokens,
+    with_rows_of,
+)
+
+# Rows that are left of a tile's sums: two in each warp.
+SUM_ROWS = gl.constexpr(8)
+# Sums of a group: of exp2(z - ref) (z - ref), log2; of z - origin; of its square.
+SURPLUS = gl.constexpr(0)
+FIRST = gl.constexpr(1)
+SECOND = gl.constexpr(2)
+SUMS = gl.constexpr(3)
+# A column is stored as what it lacks to this number: of equal products the lowest column wins.
+NO_COLUMN = gl.constexpr(2**31 - 1)
+
+near_tanh = gluon.jit(numbers.near_tanh.fn)
+
+
+@gluon.jit
+def start_stats(
+    sum_tiles,  # see `add_stats`
+    of_token,  # in shared memory: see `hopper.sum_tiles`
+    group,
+    key_ptrs,  # [BLOCK_N] of the first split: see `key_of`
+    extras_ptrs,  # [BLOCK_N] in the first field of [7, size]: see `add_extras`
+    split_offset,  # this split's place from the first
+    splits,
+    stride,  # of two splits
+    size,
+    lower,  # [BLOCK_N] a bound of lse, log2
+    counts,  # [BLOCK_N]
+    launch,
+    HAS_SURPLUS: gl.constexpr,
+    HAS_ARGMAX: gl.constexpr,
+    HAS_MOMENTS: gl.constexpr,
+):
+    """Starts a launch's statistics."""
+    if HAS_SURPLUS:
+        forget_sum(sum_tiles.index(SUMS * group + SURPLUS))
+    if HAS_MOMENTS:
+        of_token.index(4 * group + 2).store(start_moments(extras_ptrs, size, lower, launch))
+        forget_sum(sum_tiles.index(SUMS * group + FIRST))
+        forget_sum(sum_tiles.index(SUMS * group + SECOND))
+    if HAS_ARGMAX:
+        begins = (launch == forward.PROBE) | (launch >= forward.ALONE)
+        best = start_largest(key_ptrs, split_offset, splits, stride, counts, begins)
+        of_token.index(4 * group + 3).store(best)
+
+
+@gluon.jit
+def update_stats(
+    sum_tiles,
+    of_token,
+    group,
+    key_ptrs,  # [BLOCK_N] of this split
+    extras_ptrs,
+    size,
+    counts,
+    number,  # of the stretch's columns
+    HAS_ARGMAX: gl.constexpr,
+    HAS_MOMENTS: gl.constexpr,
+):
+    """Ends a stretch: merges its moments, and looks up the largest products so far."""
+    layout: gl.constexpr = extras_ptrs.type.layout
+    if HAS_MOMENTS:
+        sums = take_sum(sum_tiles.index(SUMS * group + FIRST), layout)
+        squares = take_sum(sum_tiles.index(SUMS * group + SECOND), layout)
+        tile = of_token.index(4 * group + 2)
+        tile.store(merge_moments(sums, squares, extras_ptrs, size, tile.load(layout), number))
+    if HAS_ARGMAX:
+        # Past the first-level cache, which atomics do not write.
+        largest = product_of(gl.load(key_ptrs, cache_modifier=".cg"))
+        tile = of_token.index(4 * group + 3)
+        tile.store(gl.maximum(tile.load(layout), gl.where(counts, largest, float("inf"))))
+
+
+@gluon.jit
+def add_stats(
+    part,  # number of the part of the tile's tokens
+    log_p,  # [ROWS, TOKENS] z - ref, log2
+    p,  # exp2(log_p)
+    x,  # products and bias; -inf in columns beyond V, if HAS_ARGMAX
+    z,  # logits
+    columns,  # [ROWS]
+    V,
+    key_ptr,  # [BLOCK_N]: see `key_of`
+    of_token,  # in shared memory, from `base`: see `hopper.sum_tiles`
+    base,
+    sum_tiles,  # [SUMS GROUPS, SUM_ROWS, BLOCK_N] in shared memory
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    HAS_SURPLUS: gl.constexpr,
+    HAS_ARGMAX: gl.constexpr,
+    HAS_MOMENTS: gl.constexpr,
+):
+    """Adds a part of a tile to the statistics."""
+    first = base // 4 * SUMS
+    if HAS_ARGMAX:
+        best_tile = of_token.index(base + 3).slice(part * TOKENS, TOKENS)
+        add_largest(x, columns, best_tile, key_ptr + part * TOKENS, ROWS, TOKENS)
+    # All loads come before all stores: between them the warps wait for each other.
+    if HAS_SURPLUS:
+        # 0 times -inf would be NaN.
+        excess = rows_of_warps(p * gl.maximum(log_p, numbers.LOWEST), ROWS, TOKENS)
+        surplus_tile = sum_tiles.index(first + SURPLUS).slice(part * TOKENS, TOKENS, 1)
+        excess += surplus_tile.load(excess.type.layout)
+    if HAS_MOMENTS:
+        origin_tile = of_token.index(base + 2).slice(part * TOKENS, TOKENS)
+        origin = origin_tile.load(gl.SliceLayout(0, z.type.layout))
+        off = gl.where((columns < V)[:, None], z - origin[None, :], 0.0)
+        sums = rows_of_warps(off, ROWS, TOKENS)
+        squares = rows_of_warps(off * off, ROWS, TOKENS)
+        sum_tile = sum_tiles.index(first + FIRST).slice(part * TOKENS, TOKENS, 1)
+        square_tile = sum_tiles.index(first + SECOND).slice(part * TOKENS, TOKENS, 1)
+        sums += sum_tile.load(sums.type.layout)
+        squares += square_tile.load(squares.type.layout)
+    if HAS_SURPLUS:
+        surplus_tile.store(excess)
+    if HAS_MOMENTS:
+        sum_tile.store(sums)
+        square_tile.store(squares)
+
+
+@gluon.jit
+def add_plain(
+    x,  # [ROWS, BLOCK_N] logits without scale; -inf in columns beyond V
+    total,  # [4, 8, BLOCK_N] sums over a thread's rows of exp2(z - ref)
+    columns,  # [ROWS]
+    V,
+    log2_scale,
+    key_ptr,
+    of_token,
+    base,
+    sum_tiles,
+    ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    HAS_SURPLUS: gl.constexpr,
+    HAS_ARGMAX: gl.constexpr,
+    HAS_MOMENTS: gl.constexpr,
+):
+    """Adds a tile without softcap to the statistics and to total; returns it, and exp2(z - ref).
+
+    With all tokens of a tile at once, a thread would hold more numbers than it has registers.
+    """
+    TOKENS: gl.constexpr = BLOCK_N // PARTS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 8])
+    across: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    columns = gl.convert_layout(columns, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    products = split_tokens(x, ROWS, BLOCK_N, PARTS)
+    before = split_tokens(total, APART, BLOCK_N, PARTS)
+    totals = ()
+    exponentials = ()
+    for i in gl.static_range(PARTS):
+        y = gl.convert_layout(products[i], LAYOUT, assert_trivial=True)
+        ref = of_token.index(base).slice(i * TOKENS, TOKENS).load(across)
+        factor = log2_scale_across(log2_scale, of_token.index(base + 1), i * TOKENS, TOKENS, across)
+        log_p = y * factor - ref[None, :]
+        p = gl.exp2(log_p)
+        totals = totals + (with_rows_of(before[i], p, ROWS, TOKENS),)  # noqa: RUF005
+        z = y * (factor * (1.0 / numbers.LOG2E))
+        add_stats(
+            i, log_p, p, y, z, columns, V, key_ptr, of_token, base, sum_tiles, ROWS, TOKENS,
+            HAS_SURPLUS, HAS_ARGMAX, HAS_MOMENTS,
+        )  # fmt: skip
+        exponentials = exponentials + (p,)  # noqa: RUF005
+    total = joined_sums(totals, total, BLOCK_N)
+    p = join_tokens(exponentials, 0, ROWS, BLOCK_N, PARTS)
+    return total, gl.convert_layout(p, x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def rows_of_thread(x, ROWS: gl.constexpr, TOKENS: gl.constexpr):
+    """Splits [ROWS, TOKENS] into the four rows that a thread holds of each token, in ascending
+    order: a tuple of four [4, 8, TOKENS]."""
+    gl.static_assert(ROWS == 128)
+    split = gl.permute(gl.reshape(x, (2, 4, 2, 8, TOKENS)), (1, 3, 4, 0, 2))
+    lower, upper = gl.split(split)
+    first, third = gl.split(lower)
+    second, fourth = gl.split(upper)
+    return (first, second, third, fourth)
+
+
+@gluon.jit
+def add_largest(
+    x,  # [ROWS, TOKENS] products and bias; -inf in columns beyond V
+    columns,  # [ROWS]
+    best_tile,  # [TOKENS] in shared memory: larger products count
+    key_ptr,  # [TOKENS]
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+):
+    """Raises each token's key to that of its largest product."""
+    values = rows_of_thread(x, ROWS, TOKENS)
+    lacks = NO_COLUMN - columns[:, None] + gl.zeros_like(x).to(gl.int32)
+    lacks = rows_of_thread(lacks, ROWS, TOKENS)
+    top = values[0]
+    lack = lacks[0]
+    for i in gl.static_range(1, 4):
+        better = values[i] > top
+        top = gl.where(better, values[i], top)
+        lack = gl.where(better, lacks[i], lack)
+    layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, top.type.layout))
+    best = gl.expand_dims(best_tile.load(layout)[None, :], 1)
+    ptrs = gl.expand_dims((key_ptr + gl.arange(0, TOKENS, layout))[None, :], 1)
+    ptrs += gl.zeros_like(lack)
+    gl.atomic_max(ptrs, key_of(top, lack), mask=top > best, sem="relaxed")
+
+
+@gluon.jit
+def key_of(x, lack):
+    """Returns an int64 that ascends with x, and among equal x with what a column lacks."""
+    bits = x.to(gl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(gl.int64) << 32) | lack.to(gl.int64)
+
+
+@gluon.jit
+def product_of(key):
+    bits = (key >> 32).to(gl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def start_largest(
+    key_ptrs,  # [BLOCK_N] of the first split
+    split_offset,  # this split's place from there
+    splits,
+    stride,
+    counts,  # [BLOCK_N]
+    begins,  # whether no launch before has looked
+):
+    """Returns the products that larger ones must exceed, [BLOCK_N]: the largest of all splits."""
+    nothing = counts.to(gl.float32) * 0.0 - float("inf")
+    gl.store(key_ptrs + split_offset, key_of(nothing, counts.to(gl.int32) * 0), mask=begins)
+    mine = nothing
+    others = nothing
+    if not begins:
+        mine = product_of(gl.load(key_ptrs + split_offset))
+        for split in range(splits):
+            others = gl.maximum(others, product_of(gl.load(key_ptrs + split * stride)))
+    # Of equal products in two splits both count, as the lower column wins.
+    margin = gl.where(gl.abs(others) < float("inf"), gl.abs(others) * 1e-5 + 1e-30, 0.0)
+    return gl.where(counts, gl.maximum(mine, others - margin), float("inf"))
+
+
+@gluon.jit
+def end_largest(
+    key_ptrs,  # [BLOCK_N] of this split
+    extras_ptrs,  # [BLOCK_N] in the first field of [7, size]: see `add_extras`
+    size,
+    token,
+    scale,
+    softcap,
+    HAS_SOFTCAP: gl.constexpr,
+):
+    """Stores the largest logit and its column."""
+    key = gl.load(key_ptrs, cache_modifier=".cg")
+    z = product_of(key)
+    if HAS_SOFTCAP:
+        z = near_tanh(z / softcap) * softcap
+    if scale.dtype.is_ptr():
+        z *= gl.load(scale + token)
+    else:
+        z *= scale
+    gl.store(extras_ptrs, z)
+    gl.store(extras_ptrs + size, (NO_COLUMN - (key & 0x7FFFFFFF)).to(gl.float32))
+
+
+@gluon.jit
+def rows_of_warps(x, ROWS: gl.constexpr, TOKENS: gl.constexpr):
+    """Sums [ROWS, TOKENS] -> [SUM_ROWS, TOKENS] within each warp."""
+    split = gl.reshape(x, (ROWS // 64, 4, 2, 8, TOKENS))
+    of_thread = gl.reshape(gl.sum(gl.sum(split, 2), 0), (4, 2, 4, TOKENS))
+    return gl.reshape(gl.sum(of_thread, 2), (SUM_ROWS, TOKENS))
+
+
+@gluon.jit
+def forget_sum(tile):
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    tokens: gl.constexpr = tile.shape[1]
+    tile.store(gl.zeros((SUM_ROWS, tokens), gl.float32, layout))
+
+
+@gluon.jit
+def take_sum(tile, LAYOUT: gl.constexpr):
+    """Returns the sum of a tile's rows, [BLOCK_N], and forgets it."""
+    # All rows of a token in one thread.
+    by_token: gl.constexpr = gl.BlockedLayout([8, 1], [1, 32], [1, 4], [0, 1])
+    total = gl.convert_layout(gl.sum(tile.load(by_token), 0), LAYOUT)
+    forget_sum(tile)
+    return total
+
+
+@gluon.jit
+def start_moments(extras_ptrs, size, lower, launch):
+    """Returns the origin of the first stretch, [BLOCK_N]: the mean so far. PROBE computes columns
+    for this origin alone, as FIRST does them again."""
+    if (launch == forward.PROBE) | (launch >= forward.ALONE):
+        lower *= 1.0 / numbers.LOG2E
+        origin = gl.where(gl.abs(lower) < -0.5 * numbers.LOWEST, lower, 0.0)
+        gl.store(extras_ptrs + 2 * size, origin)
+        gl.store(extras_ptrs + 3 * size, origin * 0.0)
+    if (launch <= forward.FIRST) | (launch >= forward.ALONE):
+        origin = mean_so_far(extras_ptrs, size)
+        gl.store(extras_ptrs + 2 * size, origin)
+        gl.store(extras_ptrs + 3 * size, origin * 0.0)
+        gl.store(extras_ptrs + 4 * size, origin * 0.0)
+        gl.store(extras_ptrs + 6 * size, origin * 0.0)
+    return mean_so_far(extras_ptrs, size)
+
+
+@gluon.jit
+def mean_so_far(extras_ptrs, size):
+    mean = gl.load(extras_ptrs + 2 * size) + gl.load(extras_ptrs + 3 * size)
+    return gl.where(gl.abs(mean) < float("inf"), mean, 0.0)
+
+
+@gluon.jit
+def merge_moments(first, second, extras_ptrs, size, origin, number):
+    """Merges a stretch of `number` columns into mean and m2 of `add_extras` by Chan's update, and
+    returns the next stretch's origin, the mean so far. Without its origin at the mean, a sum of
+    squares would lose the digits of the variance."""
+    seen = gl.load(extras_ptrs + 6 * size)
+    # The stretch's mean, from its origin.
+    mean = first / gl.maximum(number, 1).to(gl.float32)
+    m2 = second - first * mean
+    # Rounding can make the difference negative; NaN stays.
+    m2 = gl.where(m2 < 0, 0.0, m2)
+    old_mean = gl.load(extras_ptrs + 3 * size)
+    delta = origin - gl.load(extras_ptrs + 2 * size) - old_mean + mean
+    share = number / gl.maximum(seen + number, 1.0)
+    gl.store(extras_ptrs + 3 * size, old_mean + delta * share)
+    old_m2 = gl.load(extras_ptrs + 4 * size)
+    gl.store(extras_ptrs + 4 * size, old_m2 + m2 + delta * delta * (seen * share))
+    gl.store(extras_ptrs + 6 * size, seen + number)
+    return mean_so_far(extras_ptrs, size)
