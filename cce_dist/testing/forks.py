@@ -21,6 +21,8 @@ IMPORTED = (
     "cce_dist.train.job",
     "cce_dist.train.pipeline.step",
     "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "tokenizers.implementations",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.checkpoint._fsspec_filesystem",
@@ -58,13 +60,9 @@ def start_fork_server() -> None:
 
     Otherwise the test that starts the first process would wait.
     """
-    process: Any = fork_context().Process(target=_nothing)
+    process: Any = fork_context().Process()
     process.start()
     process.join()
-
-
-def _nothing() -> None:
-    """Does nothing, in a process that is only started."""
 
 
 def run_module(
