@@ -10,6 +10,7 @@ of this Python's own. With a last argument, CHECKOUT, the package is imported fr
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import json
@@ -42,10 +43,13 @@ def main(path: str, what: str, *rest: str) -> None:
 def subcommands() -> Iterator[tuple[list[str], Any]]:
     """Words and command of each, groups too; typer's own tree, so that a new one is here. Of a
     command that a checkout alone has it is found there, or stands in for it."""
-    import typer
+    import typer.main
+    import typer.rich_utils
 
     from cce_dist.cli.main import app
 
+    # Otherwise the command of each fork would import and make them again, for 0.2 s.
+    typer.main.get_command = functools.cache(typer.main.get_command)
     group: Any = typer.main.get_command(app)
     waiting: list[tuple[list[str], Any]] = [([], group)]
     while waiting:
@@ -63,6 +67,10 @@ def find_in_each(sites: tuple[str, ...]) -> list[dict[str, Any]]:
     import torch  # noqa: F401
 
     place = sys.path.index(sysconfig.get_path("purelib"))
+    # The sources are the same in each.
+    for package in PACKAGES:
+        for file in Path(sites[0], package).rglob("*.py"):
+            named_in(file.read_text(encoding="utf-8"))
     found = []
     for site in sites:
         with tempfile.NamedTemporaryFile("r") as file:
@@ -98,7 +106,7 @@ def find_modules() -> dict[str, Any]:
             except Exception as error:
                 failures[info.name] = getattr(error, "name", None) or repr(error)
                 continue
-            for name in named_in(Path(str(module.__file__))):
+            for name in named_in(Path(str(module.__file__)).read_text(encoding="utf-8")):
                 third_party[name] = importlib.util.find_spec(name) is not None
     for words, _ in subcommands():
         helps[" ".join(words)] = run_forked([*words, "--help"])
@@ -113,18 +121,17 @@ def find_modules() -> dict[str, Any]:
     }
 
 
-def named_in(path: Path) -> Iterator[str]:
+@functools.cache
+def named_in(source: str) -> set[str]:
     """Third-party packages that its import statements name, in functions too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names: list[str] = []
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module]
-        for name in names:
-            top = name.partition(".")[0]
-            if top not in PACKAGES and top not in sys.stdlib_module_names:
-                yield top
+            names.append(node.module)
+    known = {*PACKAGES, *sys.stdlib_module_names}
+    return {top for name in names if (top := name.partition(".")[0]) not in known}
 
 
 def run_commands(answers: dict[str, str], only: str) -> dict[str, tuple[int, str]]:

@@ -33,7 +33,7 @@ IN_PLACE_OF_OTHERS = {
         "store",
     },
     "cce_dist/testing/interpreter/ops.py": {"choose"},
-    "cce_dist/testing/interpreter/speed_up.py": {"launch_quietly", "call"},
+    "cce_dist/testing/interpreter/speed_up.py": {"launch_quietly", "call", "call_args"},
     "cce_dist/integrations/transformers/forward.py": {"forward"},
     "megatron_patch/deferred.py": {"max", "argmax"},
     "megatron_patch/pipeline/over_pipeline.py": {"schedule", "init"},

@@ -10,29 +10,7 @@ import typer
 
 from benchmarks.cli.converge import converge_command, parse_power
 from benchmarks.cli.ranks import megatron_command, pipeline_command
-from cce_dist.bench.arguments import (
-    BackendName,
-    CsvPath,
-    Device,
-    Dtype,
-    Failed,
-    JsonPath,
-    Methods,
-    Names,
-    PeerPath,
-    RecordPath,
-    Repeats,
-    Shapes,
-    Size,
-    Threads,
-    Timeout,
-    Tokens,
-    cases_of,
-    machine_of,
-    reasons_of,
-    refusals,
-    shapes_of,
-)
+from cce_dist.bench import arguments as arg
 from cce_dist.needs.extras import need_modules
 
 RECORDS = Path("docs/notebook/data/evidence")
@@ -51,26 +29,26 @@ app.command("pipeline")(pipeline_command)
 
 @app.command("first-call")
 def first_call_command(
-    tokens: Tokens = None,
-    vocab: Size = 16384,
-    dim: Size = 256,
-    shape: Shapes = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cuda",
-    gradient: Annotated[Names, typer.Option(help="May be repeated. [all three]")] = None,
-    csv_path: CsvPath = None,
-    json_path: JsonPath = None,
+    tokens: arg.Tokens = None,
+    vocab: arg.Size = 16384,
+    dim: arg.Size = 256,
+    shape: arg.Shapes = None,
+    dtype: arg.Dtype = "bfloat16",
+    device: arg.Device = "cuda",
+    gradient: Annotated[arg.Names, typer.Option(help="May be repeated. [all three]")] = None,
+    csv_path: arg.CsvPath = None,
+    json_path: arg.JsonPath = None,
 ) -> None:
     """Seconds of a process's first loss and gradients, with and without compiled kernels."""
     from benchmarks.first_call import bench_first_calls
     from cce_dist.bench.report import Report
 
-    with refusals():
-        shapes = shapes_of("zipf", shape, tokens, vocab, dim)
+    with arg.refusals():
+        shapes = arg.shapes_of("zipf", shape, tokens, vocab, dim)
     gradients = gradient or ["filtered", "exact", "in_forward"]
-    report = Report(machine_of(device, 0), csv_path, json_path)
+    report = Report(arg.machine_of(device, 0), csv_path, json_path)
     for parsed in shapes:
-        with refusals():
+        with arg.refusals():
             rows = bench_first_calls(parsed, dtype=dtype, device=device, gradients=gradients)
         report.add({**dataclasses.asdict(parsed), "dtype": dtype}, rows)
         report.finish_case()
@@ -79,15 +57,15 @@ def first_call_command(
 @app.command("fine-tune")
 def fine_tune_command(
     model: Annotated[str, typer.Option(help="qwen2.5-0.5b or llama-3.2-1b.")] = "qwen2.5-0.5b",
-    loss: Annotated[Names, typer.Option(help="May be repeated. [all six]")] = None,
-    batch: Size = 8,
+    loss: Annotated[arg.Names, typer.Option(help="May be repeated. [all six]")] = None,
+    batch: arg.Size = 8,
     sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
-    repeats: Repeats = 20,
-    device: Device = "cuda",
+    repeats: arg.Repeats = 20,
+    device: arg.Device = "cuda",
     megabytes: Annotated[float, typer.Option(min=0, help="Size of the text.")] = 40.0,
     largest: Annotated[bool, typer.Option(help="Also search the largest batch.")] = False,
-    csv_path: CsvPath = None,
-    json_path: JsonPath = None,
+    csv_path: arg.CsvPath = None,
+    json_path: arg.JsonPath = None,
 ) -> None:
     """Steps of Hugging Face's Trainer with a model's own loss, ours, Liger's and Apple's.
 
@@ -99,8 +77,8 @@ def fine_tune_command(
 
     need_modules("tokenizers", "transformers")
     plan = Plan(batch, sequence_length, repeats, device, megabytes)
-    report = Report(machine_of(device, 0), csv_path, json_path)
-    with refusals():
+    report = Report(arg.machine_of(device, 0), csv_path, json_path)
+    with arg.refusals():
         measured = bench_fine_tune(model, loss or LOSSES, plan, largest=largest)
     rows: list[Cells] = []
     for row in measured:
@@ -114,26 +92,26 @@ def fidelity_command(
     inputs: Annotated[
         list[str], typer.Option(help="A file that `bench capture` wrote; may be repeated.")
     ],
-    tokens: Tokens = None,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cpu",
-    threads: Threads = 0,
-    method: Methods = None,
+    tokens: arg.Tokens = None,
+    dtype: arg.Dtype = "bfloat16",
+    device: arg.Device = "cpu",
+    threads: arg.Threads = 0,
+    method: arg.Methods = None,
     keep: Annotated[
-        Names,
+        arg.Names,
         typer.Option(
             help="Mass at which our methods keep a column, 2^-9.5 or 1e-3; may be repeated. "
             "[2^-13 to 2^-5, and their defaults]"
         ),
     ] = None,
     tenths: Annotated[bool, typer.Option(help="Also measure by the frequency of tokens.")] = True,
-    repeats: Repeats = 10,
-    backend: BackendName = "auto",
-    peer_path: PeerPath = None,
-    peer_timeout_seconds: Timeout = 120.0,
+    repeats: arg.Repeats = 10,
+    backend: arg.BackendName = "auto",
+    peer_path: arg.PeerPath = None,
+    peer_timeout_seconds: arg.Timeout = 120.0,
     title: Annotated[str, typer.Option(help="The record's title. [sizes and device]")] = "",
-    record: RecordPath = None,
-    failed: Failed = None,
+    record: arg.RecordPath = None,
+    failed: arg.Failed = None,
 ) -> None:
     """Gradients of every method over its thresholds against float64, by token frequency.
 
@@ -148,19 +126,19 @@ def fidelity_command(
     from cce_dist.bench.report import Report
 
     settings = {"backend": backend, "repeats": repeats}
-    with refusals():
+    with arg.refusals():
         names = choose_names(method or (), with_apple=bool(peer_path))
-        machine = machine_of(device, threads, peers=names)
+        machine = arg.machine_of(device, threads, peers=names)
         keeps = [parse_power("keep", text) for text in keep or ()] or DEFAULT_KEEP
         chosen = parse_backend(backend)
-        cases = cases_of(list(inputs), None, tokens, 0, 0, dtype, device)
+        cases = arg.cases_of(list(inputs), None, tokens, 0, 0, dtype, device)
         if record is not None:
             check_path(record)
     report = Report(machine)
     try:
         for number, make in enumerate(cases):
             case = make().without_ignored()
-            with refusals():
+            with arg.refusals():
                 candidates = candidates_of(names, case, keeps, chosen)
                 rows = bench_fidelity(
                     case,
@@ -168,7 +146,7 @@ def fidelity_command(
                     tenths=tenths,
                     repeats=repeats,
                     timeout_seconds=peer_timeout_seconds,
-                    failed=reasons_of(failed),
+                    failed=arg.reasons_of(failed),
                     say=report.say,
                 )
                 if record is not None:
@@ -198,11 +176,11 @@ def capture_command(
     seconds: Annotated[
         float | None, typer.Option(min=0, help="Train this long, and save the last step.")
     ] = None,
-    tokens: Size = 2048,
+    tokens: arg.Size = 2048,
     vocab: Annotated[int, typer.Option(min=257)] = 256000,
-    dim: Size = 2304,
-    layers: Size = 6,
-    batch: Size = 16,
+    dim: arg.Size = 2304,
+    layers: arg.Size = 6,
+    batch: arg.Size = 16,
     sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
     megabytes: Annotated[float, typer.Option(min=0, help="Size of the text.")] = 160.0,
 ) -> None:
@@ -215,7 +193,7 @@ def capture_command(
     need_modules("tokenizers")
     steps = step or ([] if seconds is not None else [0, 10, 100, 300])
     num_steps = max([*steps, 1])
-    with refusals():
+    with arg.refusals():
         if config is not None:
             chosen = load_capture_config(config, num_steps)
         else:

@@ -111,14 +111,14 @@ def _run(work: Work, *, retry: bool, prepare_only: bool) -> int:
     """Trains the runs that the record lacks; returns the exit code, 1 if the device was lost.
 
     Raises:
-        ValueError: the text cannot be used, or the record's file belongs to another measurement.
+        ConfigError, ValueError: the text cannot be used, or the record's file belongs to another
+            measurement.
     """
     import torch
 
     from benchmarks.converge.converge import converge, prepare
     from cce_dist.bench.methods import DeviceLostError
     from cce_dist.train.config.schema import ParallelConfig
-    from cce_dist.train.errors import ConfigError
     from cce_dist.train.ranks import connect, leave
 
     try:
@@ -131,8 +131,6 @@ def _run(work: Work, *, retry: bool, prepare_only: bool) -> int:
         # Joining the job takes every core: give back those that were not asked for.
         torch.set_num_threads(int(work.record.machine["threads"]))
         converge(work, ranks, typer.echo, retry=retry)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
     except DeviceLostError as error:
         typer.echo(f"the device was lost in {error}; the same command again goes on", err=True)
         return 1

@@ -7,17 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cce_dist.bench.arguments import (
-    CollectiveTimeout,
-    CsvPath,
-    Device,
-    Dtype,
-    JsonPath,
-    Names,
-    Size,
-    machine_of,
-    refusals,
-)
+from cce_dist.bench import arguments as arg
 
 Batch = Annotated[int, typer.Option(min=1, help="Sequences of a microbatch.")]
 Microbatches = Annotated[int, typer.Option(min=1, help="Microbatches of a step.")]
@@ -25,12 +15,14 @@ Steps = Annotated[int, typer.Option(min=3, help="Timed steps of each loss or pla
 
 
 def megatron_command(
-    model: Annotated[Names, typer.Option(help="May be repeated. [gemma2-2b and llama3-8b]")] = None,
+    model: Annotated[
+        arg.Names, typer.Option(help="May be repeated. [gemma2-2b and llama3-8b]")
+    ] = None,
     loss: Annotated[
-        Names,
+        arg.Names,
         typer.Option(help="unfused, native, exact, exact-kept, filtered, screened, no head. [all]"),
     ] = None,
-    sequence: Size = 4096,
+    sequence: arg.Size = 4096,
     batch: Batch = 2,
     microbatches: Microbatches = 2,
     repeats: Steps = 5,
@@ -40,9 +32,9 @@ def megatron_command(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Compute all layers anew in the backward.")
     ] = False,
-    timeout_seconds: CollectiveTimeout = 120.0,
-    csv_path: CsvPath = None,
-    json_path: JsonPath = None,
+    timeout_seconds: arg.CollectiveTimeout = 120.0,
+    csv_path: arg.CsvPath = None,
+    json_path: arg.JsonPath = None,
 ) -> None:
     """Whole steps of a Megatron job on GPUs, with Megatron's losses and ours; all ranks are
     tensor-parallel.
@@ -57,14 +49,14 @@ def megatron_command(
     from cce_dist.bench.ranks import joined
     from cce_dist.bench.report import Report
 
-    with refusals():
+    with arg.refusals():
         unknown = sorted(set(model or ()) - set(MODELS))
         if unknown:
             raise ValueError(f"model must be among {list(MODELS)}, got {unknown}")
         if not torch.cuda.is_available():
             raise ValueError("device must be a GPU: Megatron asks torch.cuda for one, found none")
-    with refusals(), joined("cuda", timeout_seconds) as job, megatron_groups():
-        report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path)
+    with arg.refusals(), joined("cuda", timeout_seconds) as job, megatron_groups():
+        report = Report(arg.machine_of(str(job.device), 0, job.size), csv_path, json_path)
         for name in model or ("gemma2-2b", "llama3-8b"):
             sizes = MODELS[name]
             shape = Shape(batch * sequence, sizes.vocab_size, sizes.dim)
@@ -86,17 +78,19 @@ def pipeline_command(
     last_layers: Annotated[
         int | None, typer.Option(min=1, help="Layers of the last stage. [an even share]")
     ] = None,
-    head: Annotated[Names, typer.Option(help="The head's place; may be repeated. [all]")] = None,
+    head: Annotated[
+        arg.Names, typer.Option(help="The head's place; may be repeated. [all]")
+    ] = None,
     logits: Annotated[str, typer.Option(help="Of our losses: full or screened.")] = "full",
-    sequence: Size = 4096,
+    sequence: arg.Size = 4096,
     batch: Batch = 1,
     microbatches: Microbatches = 16,
     repeats: Steps = 5,
-    dtype: Dtype = "bfloat16",
-    device: Device = "cuda",
-    timeout_seconds: CollectiveTimeout = 120.0,
-    csv_path: CsvPath = None,
-    json_path: JsonPath = None,
+    dtype: arg.Dtype = "bfloat16",
+    device: arg.Device = "cuda",
+    timeout_seconds: arg.CollectiveTimeout = 120.0,
+    csv_path: arg.CsvPath = None,
+    json_path: arg.JsonPath = None,
 ) -> None:
     """Steps of a pipeline of one stage a rank: the head dense or fused on the last stage, and the
     vocabulary over all ranks.
@@ -111,12 +105,12 @@ def pipeline_command(
     from cce_dist.bench.ranks import joined
     from cce_dist.bench.report import Report
 
-    with refusals():
+    with arg.refusals():
         if model not in MODELS:
             raise ValueError(f"model must be among {list(MODELS)}, got {model!r}")
         sizes = replace(MODELS[model], layers=layers or MODELS[model].layers)
-    with refusals(), joined(device, timeout_seconds) as job:
-        report = Report(machine_of(str(job.device), 0, job.size), csv_path, json_path)
+    with arg.refusals(), joined(device, timeout_seconds) as job:
+        report = Report(arg.machine_of(str(job.device), 0, job.size), csv_path, json_path)
         shape = Shape(batch * sequence, sizes.vocab_size, sizes.dim)
         inputs = make_inputs("zipf", shape, dtype=getattr(torch, dtype), device=job.device)
         about = {"model": model, "stages": job.size, "logits": logits, **inputs.description}

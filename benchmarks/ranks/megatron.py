@@ -22,7 +22,7 @@ import megatron_patch
 from benchmarks.ranks.megatron_model import HeadInput, Sizes, build, make_config, wrap
 from cce_dist.bench.inputs import BenchInputs
 from cce_dist.bench.machine import synchronize
-from cce_dist.bench.ranks import Job
+from cce_dist.bench.ranks import Job, from_all
 from cce_dist.bench.report import Cells, percentiles_ms
 from cce_dist.bench.training import GIB
 
@@ -93,8 +93,7 @@ def bench_megatron(job: Job, sizes: Sizes, inputs: BenchInputs, plan: Plan) -> l
         for loss in sorted(plan.losses, reverse=bool(turn % 2)):
             with using(loss, trainer.model):
                 taken[loss].append(trainer.step())
-    everywhere: list[Any] = [None] * job.size
-    dist.all_gather_object(everywhere, taken)
+    everywhere = from_all(job, taken)
     rows: list[Cells] = [
         _row(loss, job, plan, [rank[loss][2:] for rank in everywhere]) for loss in plan.losses
     ]

@@ -26,7 +26,7 @@ from benchmarks.ranks.pipeline_model import StageModule, initialize, layout_of
 from cce_dist import LossOptions, StepQuantizer, VocabShard
 from cce_dist.bench.inputs import BenchInputs
 from cce_dist.bench.machine import synchronize
-from cce_dist.bench.ranks import Job
+from cce_dist.bench.ranks import Job, from_all
 from cce_dist.bench.report import Cells, percentiles_ms
 from cce_dist.bench.training import GIB
 from cce_dist.pipeline.embedding import TiedEmbedding
@@ -71,9 +71,7 @@ def bench_pipeline(job: Job, sizes: Sizes, inputs: BenchInputs, plan: Plan) -> l
     """Returns a row for each place of the head and stage.
 
     Args:
-        inputs: plan.sequence * plan.batch tokens and the whole vocabulary, the same on every rank.
-            In every microbatch `inputs.hidden` replaces the last norm's output: the softmax of a
-            model that has just been initialised would be flat.
+        inputs: as of `bench_megatron`.
     Raises:
         ValueError: a head is not one of HEADS, there are fewer than two ranks, or a stage would
             have no layer.
@@ -85,8 +83,7 @@ def bench_pipeline(job: Job, sizes: Sizes, inputs: BenchInputs, plan: Plan) -> l
     layout = layout_of(sizes.layers, job.size, plan.last_layers)
     rows: list[Cells] = []
     for head in plan.heads:
-        everywhere: list[Any] = [None] * job.size
-        dist.all_gather_object(everywhere, _measure(job, sizes, inputs, plan, head, layout))
+        everywhere = from_all(job, _measure(job, sizes, inputs, plan, head, layout))
         rows += _rows(head, plan, layout, everywhere)
     require_alike({row["head"]: row["mean_loss"] for row in rows}, rows[0]["mean_loss"])
     return rows

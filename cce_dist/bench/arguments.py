@@ -16,6 +16,7 @@ from zipfile import is_zipfile
 import typer
 
 from cce_dist.options import LossOptions
+from cce_dist.train.errors import ConfigError
 
 if TYPE_CHECKING:
     from .inputs import BenchInputs, Shape
@@ -105,10 +106,10 @@ WorstRatio = Annotated[
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turns a ValueError about an argument into the command line's own kind of error."""
+    """Turns an error about an argument, or a config, into the command line's own kind of error."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from None
 
 

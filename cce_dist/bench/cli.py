@@ -234,7 +234,6 @@ def train_command(
     import torch
 
     from cce_dist.train.config.load import load_config, parse_arguments
-    from cce_dist.train.errors import ConfigError
     from cce_dist.train.ranks import num_ranks
 
     from .report import Report
@@ -246,12 +245,9 @@ def train_command(
         command = f"{context.command_path} --record"
         evidence = import_benchmarks("evidence.show.show_end_to_end", command)
     with arg.refusals():
-        try:
-            size = num_ranks()
-            path, overrides = parse_arguments([config, *context.args])
-            chosen = load_config(path, overrides, num_ranks=size)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
+        size = num_ranks()
+        path, overrides = parse_arguments([config, *context.args])
+        chosen = load_config(path, overrides, num_ranks=size)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # The name "cce" means our loss here; Apple's is "apple-cce".
     peers = [name.removeprefix("apple-") for name in loss or () if name != "cce"]
@@ -268,18 +264,15 @@ def train_command(
                 )
 
     with arg.refusals():
-        try:
-            bench_training(
-                chosen,
-                loss or LOSSES,
-                out,
-                warmup=warmup_steps,
-                steps=timed_steps,
-                largest=largest,
-                save=save,
-            )
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
+        bench_training(
+            chosen,
+            loss or LOSSES,
+            out,
+            warmup=warmup_steps,
+            steps=timed_steps,
+            largest=largest,
+            save=save,
+        )
     report.finish_case()
 
 

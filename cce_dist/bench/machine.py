@@ -211,24 +211,22 @@ def host_seconds(variant: Variant, device: torch.device) -> float:
     """Returns the host's median time from an idle device until `run` returns."""
     taken = []
     for _ in range(HOST_REPEATS):
-        prepared = variant.prepare()
-        synchronize(device)
-        start = time.perf_counter()
-        variant.run(prepared)
-        taken.append(time.perf_counter() - start)
-        synchronize(device)
-        variant.finish()
+        with variant.prepared() as call:
+            synchronize(device)
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+            synchronize(device)
     return statistics.median(taken)
 
 
 def count_launches(variant: Variant, device: torch.device) -> int:
     """Returns the number of kernels, copies and fills that `run` starts on a CUDA device."""
-    prepared = variant.prepare()
-    synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        variant.run(prepared)
+    with variant.prepared() as call:
         synchronize(device)
-    variant.finish()
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+            call()
+            synchronize(device)
     events = profiler.events() or []
     return sum(event.device_type == DeviceType.CUDA for event in events)
 

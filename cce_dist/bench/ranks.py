@@ -224,13 +224,13 @@ def _try(job: Job, trial: Trial, method: Method, setup: Setup, golden: Gradients
         trial.function = function
     except Exception as error:
         failed = describe_failure(error)
-    everywhere = _from_all(job, failed)
+    everywhere = from_all(job, failed)
     failures = [f"rank {rank}: {reason}" for rank, reason in enumerate(everywhere) if reason]
     if failures:
         trial.failed, trial.function = failures[0], None
         recover(trial.name, trial.failed, job.device)
         return
-    trial.cells |= _merged(_from_all(job, cells), _from_all(job, norms))
+    trial.cells |= _merged(from_all(job, cells), from_all(job, norms))
 
 
 def _merged(
@@ -256,7 +256,7 @@ def _merged(
     return merged
 
 
-def _from_all(job: Job, value: T) -> list[T]:
+def from_all(job: Job, value: T) -> list[T]:
     """Returns the value of every rank.
 
     Collectives: gathers pickled objects over all ranks of the job.
@@ -295,7 +295,7 @@ def _time(job: Job, trials: Sequence[Trial], timer: Timer, repeats: int) -> None
     alive = dict(enumerate(_alive(trials)))
     variants = {key: _variant(trial) for key, trial in alive.items()}
     times = interleaved_times(variants, dict.fromkeys(alive, repeats), timer)
-    everywhere = _from_all(job, times)
+    everywhere = from_all(job, times)
     for key, trial in alive.items():
         slowest = [max(ranks) for ranks in zip(*(x[key] for x in everywhere), strict=True)]
         trial.cells |= percentiles_ms(slowest)
@@ -337,7 +337,7 @@ def _communication(job: Job, trial: Trial, timer: Timer) -> dict[str, float]:
             if is_nccl
         ]
         busy = sum(end - start for start, end in others)
-    everywhere = _from_all(job, (collectives, busy))
+    everywhere = from_all(job, (collectives, busy))
     # A collective's time begins with its rank's arrival. The last rank to arrive does not wait, so
     # the shortest time in a group is the collective's own.
     size = trial.place.size

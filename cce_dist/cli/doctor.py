@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,12 +11,10 @@ from cce_dist.doctor.check import Check, worst
 from cce_dist.doctor.report import Report, Request
 from cce_dist.doctor.run import examine
 
-from .output import check_output, write_output
+from .output import JsonPath, check_output, console_of_tables, hand_over
 
 DTYPES = ("bfloat16", "float16", "float32")
 STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red", "skipped": "dim"}
-# Columns of output to a file, such as a log of torchrun.
-WIDTH = 80
 
 
 def doctor(
@@ -44,10 +40,7 @@ def doctor(
     bandwidth: Annotated[
         float | None, typer.Option(help="Bus bandwidth that collectives should reach, in GB/s.")
     ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write the findings here; - prints nothing but them."),
-    ] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Check GPU, versions, numerics and ranks: alone, or on every rank, however started.
 
@@ -64,7 +57,11 @@ def doctor(
             typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     if report.rank == 0:
-        _hand_over(report, json_path)
+        try:
+            hand_over(report.as_json(), json_path, lambda: show(report))
+        except ValueError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
     elif report.mesh is None:
         # Without contact to the others no other rank reports this rank's findings.
         for check in report.checks:
@@ -94,29 +91,12 @@ def validate(request: Request) -> None:
             raise ValueError(f"--{name} must be > 0 and finite, got {value}")
 
 
-def _hand_over(report: Report, path: Path | None) -> None:
-    text = json.dumps(report.as_json(), indent=1)
-    if path is not None and str(path) == "-":
-        typer.echo(text)
-        return
-    show(report)
-    if path is not None:
-        try:
-            write_output("--json", path, text + "\n")
-        except ValueError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1) from None
-
-
 def show(report: Report) -> None:
     """Shows a table of all rows, each with its remedy where there is one."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = console_of_tables()
     table = Table(show_lines=False)
     table.add_column("check", max_width=24)
     table.add_column("status")

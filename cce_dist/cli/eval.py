@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,10 +9,7 @@ import typer
 
 from cce_dist.needs.extras import need_modules
 
-from .output import check_output, write_output
-
-# Columns of output to a file, such as a log of torchrun.
-WIDTH = 80
+from .output import JsonPath, check_output, console_of_tables, hand_over, table_of
 
 
 def evaluate(
@@ -38,10 +34,7 @@ def evaluate(
     cache: Annotated[
         Path | None, typer.Option(help="Where the run's tokenizer is, if its data.cache has moved.")
     ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write the findings here; - prints nothing but them."),
-    ] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Perplexity of texts by a checkpoint of `cce-dist train`, on any number of ranks.
 
@@ -69,28 +62,19 @@ def evaluate(
 
 
 def _hand_over(findings: dict[str, Any], path: Path | None) -> None:
-    text = json.dumps(findings, indent=1)
-    if path is not None and str(path) == "-":
-        typer.echo(text)
-        return
-    show(findings)
-    if path is not None:
-        from cce_dist.train.errors import JobError
+    from cce_dist.train.errors import JobError
 
-        try:
-            write_output("--json", path, text + "\n")
-        except ValueError as error:
-            raise JobError(str(error)) from None
+    try:
+        hand_over(findings, path, lambda: show(findings))
+    except ValueError as error:
+        raise JobError(str(error)) from None
 
 
 def show(findings: dict[str, Any]) -> None:
     """Shows a table of the texts, and a table of the tenths of all of them by frequency."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = console_of_tables()
     lines = [
         "{checkpoint}, {dtype}",
         "windows of {sequence_length} tokens, {stride} apart",
@@ -104,26 +88,14 @@ def show(findings: dict[str, Any]) -> None:
         texts = [*texts, {"path": "all", **findings}]
     rows = [[x["path"], *_figures(x), f"{x['bits_per_byte']:.4f}"] for x in texts]
     columns = ("text", "tokens", "nats/token", "perplexity", "bits/byte")
-    console.print(_table(columns, rows))
+    console.print(table_of(columns, rows, left=1))
     rows = [
         [str(x["tenth"]), f"{x['ids']:,}", _range(x["times"]), *_figures(x)]
         for x in findings["frequency"]
     ]
     columns = ("tenth", "ids", "times each", "tokens", "nats/token", "perplexity")
-    console.print(_table(columns, rows, "by how often the texts have the token"))
-
-
-def _table(columns: tuple[str, ...], rows: list[list[str]], caption: str | None = None) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(caption=caption)
-    for index, column in enumerate(columns):
-        first = index == 0
-        table.add_column(column, justify="left" if first else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+    caption = "by how often the texts have the token"
+    console.print(table_of(columns, rows, caption=caption, left=1))
 
 
 def _figures(score: dict[str, Any]) -> list[str]:

@@ -1,9 +1,24 @@
-"""Output files of commands, checked before the work whose results they get."""
+"""Findings of commands: on the terminal, and in files, checked before the work they are made by."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+# Columns of output to a file, such as a log of torchrun.
+WIDTH = 80
+JsonPath = Annotated[
+    Path | None, typer.Option("--json", help="Write the findings here; - prints nothing but them.")
+]
 
 
 def check_output(option: str, path: Path | None) -> None:
@@ -37,3 +52,44 @@ def write_output(option: str, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{option} cannot be written, got {path}: {error.strerror}") from None
+
+
+def hand_over(findings: dict[str, Any], path: Path | None, show: Callable[[], None]) -> None:
+    """Prints the findings if the path of --json is "-"; else shows them, and writes the file.
+
+    Raises: as `write_output`.
+    """
+    text = json.dumps(findings, indent=1)
+    if str(path) == "-":
+        typer.echo(text)
+        return
+    show()
+    if path is not None:
+        write_output("--json", path, text + "\n")
+
+
+def table_of(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str = "",
+    caption: str = "",
+    left: int = 0,  # columns that are not of numbers
+) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, caption=caption)
+    for index, column in enumerate(columns):
+        justify = "left" if index < left else "right"
+        table.add_column(column, justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def console_of_tables() -> Console:
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +28,7 @@ from cce_dist.planner.search import (
     vocab_pays,
 )
 
+from .output import hand_over
 from .plan_plot import plot_plan, plot_timeline, require_picture
 from .plan_tables import show_plan, show_prediction
 
@@ -146,7 +146,9 @@ def model_command(
         largest = max(mine, largest_of_layouts(model, job, numbers))
         report = describe(plan, pays, largest=largest, largest_of_layout=mine, notes=notes)
         advice = "" if plan.fits else _advice(plan, is_asked=layout is not None)
-        _hand_over(plan, report, json_path, plot_path)
+        hand_over(report, json_path, lambda: show_plan(plan, report))
+        if plot_path is not None:
+            plot_plan(plan, plot_path)
     if not plan.fits:
         typer.echo(f"error: does not fit: {plan.binds}; {advice}", err=True)
         raise typer.Exit(1)
@@ -159,21 +161,6 @@ def _advice(plan: Plan, *, is_asked: bool) -> str:
     if nearest.fits is not None:
         return f"fits with {nearest.fits}"
     return f"nothing tried fits, up to {nearest.tried}: more ranks, or a smaller model"
-
-
-def _hand_over(
-    plan: Plan, report: dict[str, Any], json_path: Path | None, plot_path: Path | None
-) -> None:
-    text = json.dumps(report, indent=1)
-    if str(json_path) == "-":
-        typer.echo(text)
-    else:
-        show_plan(plan, report)
-        if json_path is not None:
-            json_path.parent.mkdir(parents=True, exist_ok=True)
-            json_path.write_text(text + "\n", encoding="utf-8")
-    if plot_path is not None:
-        plot_plan(plan, plot_path)
 
 
 def _model(name: str, layers: int | None) -> tuple[Model, tuple[str, ...]]:

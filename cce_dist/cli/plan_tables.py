@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,8 @@ from cce_dist.planner.cost.hardware import GIB
 from cce_dist.planner.flags import layout_string
 from cce_dist.planner.orders.predict import Prediction
 from cce_dist.planner.plan import Plan
+
+from .output import table_of
 
 # Two tables, each of which fits a terminal of 80 columns.
 TIMES = ("rank", "layers", "params M", "TFLOP", "forward", "backward", "head", "in flight")
@@ -25,9 +26,9 @@ def show_plan(plan: Plan, report: dict[str, Any]) -> None:
     console, ranks = Console(), report["ranks"]
     show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     show(_title(plan))
-    console.print(_table(TIMES, _ends(list(map(_times, ranks))), caption="of one microbatch, ms"))
+    console.print(table_of(TIMES, _ends(list(map(_times, ranks))), caption="of one microbatch, ms"))
     rows = [[str(rank["rank"]), *map(_gib, rank["memory_bytes"].values())] for rank in ranks]
-    console.print(_table(("rank", *MEMORY), _ends(rows), caption="GiB at the peak"))
+    console.print(table_of(("rank", *MEMORY), _ends(rows), caption="GiB at the peak"))
     for line in _lines(plan, report):
         show(line)
 
@@ -42,19 +43,6 @@ def _title(plan: Plan) -> str:
         f"microbatch{'es' * (job.microbatches > 1)} of {job.microbatch} x {job.sequence} tokens, "
         f"{job.schedule_name}, loss {job.loss}{over}"
     )
-
-
-def _table(
-    columns: Sequence[str], rows: Sequence[list[str]], *, title: str = "", caption: str = ""
-) -> Any:
-    from rich.table import Table
-
-    table = Table(title=title, caption=caption)
-    for column in columns:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _ends(rows: list[list[str]]) -> list[list[str]]:
@@ -128,6 +116,6 @@ def show_prediction(prediction: Prediction) -> None:
         [str(rank), f"{busy:.6g}", f"{prediction.seconds - busy:.6g}", f"{held:g}"]
         for rank, (busy, held) in enumerate(zip(prediction.busy, prediction.most_held, strict=True))
     ]
-    Console().print(_table(("rank", "busy", "waits", "in flight"), rows, title=title))
+    Console().print(table_of(("rank", "busy", "waits", "in flight"), rows, title=title))
     formula = "" if prediction.closed_form is None else f", {prediction.closed_form:.6g} by formula"
     Console().print(f"step: {prediction.seconds:.6g}{formula}; bubble: {prediction.bubble:.1%}")

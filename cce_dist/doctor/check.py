@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from cce_dist.train.errors import first_line
+
 Status = Literal["ok", "skipped", "warning", "failure"]
 # From the best to the worst; only a failure fails the whole.
 STATUSES: tuple[Status, ...] = ("skipped", "ok", "warning", "failure")
-# Most characters of an error: torch adds pages of C++ frames to some.
-LONGEST = 300
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,6 @@ def worst(checks: Iterable[Check]) -> Status:
     """Returns the worst status of the checks, "ok" where none is worse."""
     statuses: list[Status] = ["ok", *(check.status for check in checks)]
     return max(statuses, key=STATUSES.index)
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the type of an error and the beginning of its text."""
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else ""
-    return f"{type(error).__name__}: {text}"[:LONGEST]
 
 
 def guarded(

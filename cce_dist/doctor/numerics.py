@@ -7,13 +7,14 @@ import time
 import torch
 
 from cce_dist.backends.triton.launch.tiles import interpreted, why_not
-from cce_dist.doctor.check import Check, Status, first_line
+from cce_dist.doctor.check import Check, Status
 from cce_dist.doctor.facts import Facts
 from cce_dist.testing.cases import Case, run_case
 from cce_dist.testing.inputs import zipf_inputs
 from cce_dist.testing.interpreter import speed_up_interpreter
 from cce_dist.testing.places import CPU_PLACES, DTYPES, TORCH_CUDA, TRITON_CUDA, Place
 from cce_dist.testing.tolerance import check_outputs
+from cce_dist.train.errors import first_line
 
 GRADIENTS = ("filtered", "exact", "in_forward")
 # Tokens, classes, dims. The filter drops columns from 4096 classes on; no size is a multiple of a

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from cce_dist.distributed.launchers import rank_from_environment
 from cce_dist.doctor import gpus, software
-from cce_dist.doctor.check import Check, across_ranks, first_line, guarded
+from cce_dist.doctor.check import Check, across_ranks, guarded
 from cce_dist.doctor.clashes import check_clashes
 from cce_dist.doctor.facts import Facts, RankFacts, gather_facts
 from cce_dist.doctor.report import Report, Request
+from cce_dist.train.errors import first_line
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,9 @@ import subprocess
 import sys
 from typing import Any
 
-from cce_dist.doctor.check import Check, first_line, make_check
+from cce_dist.doctor.check import Check, make_check
 from cce_dist.doctor.facts import Facts, dotted, numbers_of
+from cce_dist.train.errors import first_line
 
 LEAST_PYTHON = (3, 10)
 LEAST_TORCH = (2, 8)

@@ -91,8 +91,4 @@ class CheckoutGroup(TyperGroup):
 def add_checkout_commands(app: typer.Typer, helps: Mapping[str, str]) -> None:
     """Adds a CheckoutCommand for each name of `helps` to `app`, whose `cls` is CheckoutGroup."""
     for name, text in helps.items():
-        app.command(name, cls=CheckoutCommand, help=text, rich_help_panel=PANEL)(_do_nothing)
-
-
-def _do_nothing() -> None:
-    """Stands in for a command's function: nobody calls it."""
+        app.command(name, cls=CheckoutCommand, help=text, rich_help_panel=PANEL)(lambda: None)

@@ -24,54 +24,5 @@ from cce_dist.testing.places import (
     Place,
     grid,
 )
-from cce_dist.testing.ranks import (
-    CollectiveCounter,
-    RankError,
-    RankPool,
-    nccl_pool,
-    shared_pool,
-)
-from cce_dist.testing.tolerance import (
-    band,
-    check_close64,
-    check_gate,
-    check_outputs,
-    check_promise,
-)
-
-__all__ = [
-    "CPU_PLACES",
-    "DTYPES",
-    "PLACES",
-    "TORCH_CPU",
-    "TORCH_CUDA",
-    "TRITON_CPU",
-    "TRITON_CUDA",
-    "TRITON_PLACES",
-    "Case",
-    "CollectiveCounter",
-    "Inputs",
-    "Place",
-    "RankError",
-    "RankPool",
-    "band",
-    "check_close64",
-    "check_gate",
-    "check_outputs",
-    "check_promise",
-    "dense_outputs",
-    "each_choice",
-    "fork_context",
-    "gaussian_inputs",
-    "golden_outputs",
-    "grid",
-    "join_ranks",
-    "large_logit_inputs",
-    "nccl_pool",
-    "pairwise",
-    "run_case",
-    "sample_targets",
-    "shared_pool",
-    "speed_up_interpreter",
-    "zipf_inputs",
-]
+from cce_dist.testing.ranks import CollectiveCounter, RankError, RankPool, nccl_pool, shared_pool
+from cce_dist.testing.tolerance import band, check_close64, check_gate, check_outputs, check_promise

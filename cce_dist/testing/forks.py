@@ -13,14 +13,20 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-# Modules that ranks import, and modules that torch.optim, torch.distributed.checkpoint,
-# torch.compile and Megatron import at their first use. The server skips those not installed.
+# Modules that ranks import, with a test's module too; and modules that torch.optim,
+# torch.distributed.checkpoint, torch.compile and Megatron import at their first use. The server
+# skips those not installed.
 IMPORTED = (
+    "cce_dist.backends.triton.backend",
     "cce_dist.cli.main",
     "cce_dist.testing",
     "cce_dist.train.job",
     "cce_dist.train.pipeline.step",
+    "hypothesis",
     "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "pytest",
+    "tokenizers.implementations",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.checkpoint._fsspec_filesystem",
@@ -58,13 +64,9 @@ def start_fork_server() -> None:
 
     Otherwise the test that starts the first process would wait.
     """
-    process: Any = fork_context().Process(target=_nothing)
+    process: Any = fork_context().Process()
     process.start()
     process.join()
-
-
-def _nothing() -> None:
-    """Does nothing, in a process that is only started."""
 
 
 def run_module(

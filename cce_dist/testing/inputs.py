@@ -28,18 +28,13 @@ class Inputs:
 
     def with_options(self, generator: torch.Generator, *names: str) -> Inputs:
         """Adds the named optional tensors ("bias", "token_weight", "class_weight")."""
-        inputs = self
-        for name in names:
-            if name == "bias":
-                bias = torch.randn(len(self.weight), generator=generator, dtype=torch.float64)
-                inputs = replace(inputs, bias=bias.to(self.weight.dtype))
-            elif name == "token_weight":
-                token_weight = torch.rand(self.targets.shape, generator=generator) + 0.5
-                inputs = replace(inputs, token_weight=token_weight)
-            else:
-                class_weight = torch.rand(len(self.weight), generator=generator) + 0.5
-                inputs = replace(inputs, class_weight=class_weight)
-        return inputs
+        num_classes = len(self.weight)
+        draws = {
+            "bias": lambda: _normal(generator, num_classes).to(self.weight.dtype),
+            "token_weight": lambda: torch.rand(self.targets.shape, generator=generator) + 0.5,
+            "class_weight": lambda: torch.rand(num_classes, generator=generator) + 0.5,
+        }
+        return replace(self, **{name: draws[name]() for name in names})
 
     def ignoring(
         self, generator: torch.Generator, fraction: float = 0.3, ignore_index: int = -100
@@ -166,15 +161,7 @@ Allowed = Callable[[Row], bool]
 def pairwise(factors: Factors, allowed: Allowed = lambda row: True, *, seed: int = 0) -> list[Row]:
     """Returns rows in which every pair of values that `allowed` admits occurs at least once."""
     every = _candidates(factors, allowed, seed)
-    pairs_of_rows = _standing(factors, every, 2)
-    missing = functools.reduce(operator.or_, pairs_of_rows, 0)
-    rows = []
-    while missing:
-        new = [(pairs & missing).bit_count() for pairs in pairs_of_rows]
-        best = new.index(max(new))
-        rows.append(every[best])
-        missing &= ~pairs_of_rows[best]
-    return rows
+    return _covering(every, _standing(factors, every, 2), [0] * len(every))
 
 
 def each_choice(
@@ -182,22 +169,26 @@ def each_choice(
 ) -> list[Row]:
     """Returns rows in which every value that `allowed` admits occurs at least once.
 
-    There are as many rows as the longest factor has values, or a few more. Among rows with as many
-    new values, the row with the most new pairs is taken first.
+    There are as many rows as the longest factor has values, or a few more.
     """
     every = _candidates(factors, allowed, seed)
-    values, pairs = (_standing(factors, every, size) for size in (1, 2))
-    missing, seen = functools.reduce(operator.or_, values, 0), 0
+    return _covering(every, _standing(factors, every, 1), _standing(factors, every, 2))
+
+
+def _covering(every: Sequence[Row], wanted: Sequence[int], then: Sequence[int]) -> list[Row]:
+    """Returns rows that have all bits of `wanted`. The row with the most new ones is taken first,
+    and of those the row with the most new bits of `then`."""
+    missing, seen = functools.reduce(operator.or_, wanted, 0), 0
     rows = []
     while missing:
         new = [
-            ((choices & missing).bit_count(), (both & ~seen).bit_count())
-            for choices, both in zip(values, pairs, strict=True)
+            ((mine & missing).bit_count(), (others & ~seen).bit_count())
+            for mine, others in zip(wanted, then, strict=True)
         ]
         best = new.index(max(new))
         rows.append(every[best])
-        missing &= ~values[best]
-        seen |= pairs[best]
+        missing &= ~wanted[best]
+        seen |= then[best]
     return rows
 
 

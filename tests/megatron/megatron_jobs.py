@@ -222,7 +222,7 @@ def pretrain(setup: Setup, patch: dict[str, Any] | None, when: str = "before") -
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=3e-3,
+                lr=6e-3,
                 bf16=setup.bf16,
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=setup.distributed_optimizer,

@@ -53,7 +53,7 @@ class Setup:
     ignored: bool = False  # every fourth microbatch has no label that counts
     layers: int = 2
     microbatches: int = 2
-    steps: int = 6
+    steps: int = 4
     device: str = "cpu"
 
     @property

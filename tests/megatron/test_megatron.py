@@ -46,7 +46,7 @@ JOBS = {
     "experts": Setup(tp=2, experts=True, sequence_parallel=True),
     "recompute": Setup(tp=2, recompute=True),
     # The layers below the head learn more slowly.
-    "frozen_head": Setup(tp=2, frozen_head=True, steps=20),
+    "frozen_head": Setup(tp=2, frozen_head=True, steps=10),
     "per_token": Setup(tp=2, per_token=True),
     "pipeline": Setup(**PIPELINE),
     "pipeline_tied": Setup(**PIPELINE, tied=True, fusion=True),

@@ -27,7 +27,7 @@ from tests.support.torchrun import is_running, read_losses, run_forked_training,
 # A job starts processes that import torch; see tests/train/test_train_job.py.
 pytestmark = pytest.mark.timeout(180)
 
-STEPS, EVERY = 10, 6
+STEPS, EVERY = 6, 4
 TIMEOUT_S = 8.0
 SPREAD = {"vocab_over_pipeline": True}
 PLANNED = {"schedule": "vocab_1f1b", **SPREAD}
@@ -54,7 +54,7 @@ def write_config(out: Path, name: str, **changes: Any) -> Path:
         "model": {"dim": 16, "layers": 4, "heads": 2},
         "parallel": {"timeout_s": 30},
         # A clipped gradient would hide a factor.
-        "optimizer": {"lr": 0.01, "warmup": 3, "schedule": "constant", "clip": None},
+        "optimizer": {"lr": 0.02, "warmup": 3, "schedule": "constant", "clip": None},
         "checkpoint": {"every": EVERY},
         "steps": STEPS,
         "batch": 8,

@@ -50,6 +50,12 @@ def speed_up_interpreter() -> None:
     mend_interpreter(interpreter, tuple(map(int, __version__.split(".")[:2])))
     executor = interpreter.GridExecutor
     executor.__call__ = _without_warnings(executor.__call__)
+    if not torch.cuda.is_available():
+        # Tensors are on the host already.
+        executor._init_args_hst = lambda self, args, kwargs: (args, kwargs)
+        executor._restore_args_dev = lambda self, *args: None
+    interpreter.inspect = SimpleNamespace(**vars(inspect) | _of_known_signatures())
+    interpreter.tl.str_to_ty = functools.cache(interpreter.tl.str_to_ty)
     types: Any = core
     block = types.block_type
     block.__init__ = _remembering_shapes(block.__init__)
@@ -164,6 +170,18 @@ def _without_warnings(launch: Callable[..., None]) -> Callable[..., None]:
             launch(self, *args, **kwargs)
 
     return launch_quietly
+
+
+def _of_known_signatures() -> dict[str, Callable[..., Any]]:
+    """Returns functions of `inspect` that look at each function only the first time."""
+    signature_of = functools.cache(inspect.signature)
+
+    def call_args(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        bound = signature_of(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+    return {"getcallargs": call_args, "getfullargspec": functools.cache(inspect.getfullargspec)}
 
 
 def _calling_directly(interpreter: Any, stand_in: Callable[..., Any]) -> Callable[..., None]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -103,7 +104,8 @@ CALLS = {
 
 PASSES = compiler.passes
 # Of the stage that lowers to LLVM's dialect: what tidies up and finds no fault; what only places
-# barriers, and takes no memory; and LLVM's own work on the result.
+# barriers, and takes no memory; what writes each of the dialect's operations as LLVM's; and LLVM's
+# own work on the result.
 SKIPPED = (
     (PASSES.common, "add_canonicalizer"),
     (PASSES.common, "add_cse"),
@@ -113,6 +115,9 @@ SKIPPED = (
     (compiler.nvidia.passes.ttgpuir, "add_membar"),
     (compiler.nvidia.passes.ttnvgpuir, "add_proxy_fence_insertion"),
     (compiler.nvidia.passes.ttnvgpuir, "add_initialize_ws_cluster_barriers"),
+    (compiler.nvidia.passes.ttnvgpuir, "add_warp_specialize_to_llvm"),
+    (compiler.nvidia.passes.ttnvgpuir, "add_nvgpu_to_llvm"),
+    (PASSES.convert, "add_nvvm_to_llvm"),
     (compiler.nvidia, "set_nvvm_reflect_ftz"),
     (compiler.nvidia, "has_extern_deps"),
     (compiler.llvm, "to_module"),
@@ -266,15 +271,22 @@ def record_variants(jobs: list[str]) -> list[Variant]:
 
 
 def fewest(variants: list[Variant]) -> list[Variant]:
-    """Some that have all traits of all: the next one is that with most traits which are missing."""
+    """Some that have all traits of all: the next one is that with most traits which are missing.
+    Without those whose traits later ones have brought."""
     by_variant = [(variant, variant.traits()) for variant in variants]
     missing = set().union(*(traits for _, traits in by_variant))
     chosen = []
     while missing:
-        variant, traits = max(by_variant, key=lambda each: len(each[1] & missing))
-        chosen.append(variant)
-        missing -= traits
-    return chosen
+        chosen.append(max(by_variant, key=lambda each: len(each[1] & missing)))
+        missing -= chosen[-1][1]
+    count = Counter(trait for _, traits in chosen for trait in traits)
+    needed = []
+    for variant, traits in chosen:
+        if all(count[trait] > 1 for trait in traits):
+            count.subtract(traits)
+        else:
+            needed.append(variant)
+    return needed
 
 
 def compile_call(call: Call) -> None:
