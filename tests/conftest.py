@@ -208,7 +208,9 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 def reasons_to_skip(item: pytest.Item) -> Iterator[str]:
     num_devices = torch.cuda.device_count()
-    for marker, needed in (("gpu", 1), ("multigpu", 2)):
+    callspec = getattr(item, "callspec", None)
+    world_size = callspec.params.get("world_size", 2) if callspec else 2
+    for marker, needed in (("gpu", 1), ("multigpu", world_size)):
         if item.get_closest_marker(marker) and num_devices < needed:
             yield f"needs {needed} CUDA device(s), found {num_devices}"
     if item.get_closest_marker("gpu") and INTERPRETS and num_devices:
