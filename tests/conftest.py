@@ -23,6 +23,7 @@ from torch import Tensor
 from cce_dist.backends.triton import kernels
 from cce_dist.testing import Place, RankPool, speed_up_interpreter
 from cce_dist.testing.forks import start_fork_server
+from tests.gpu_runs.smoke import is_smoke
 
 # Triton reads it when a kernel is decorated, so it must stand here before any is imported. The
 # processes of a RankPool inherit it. All are imported at once: some tests set it to 0 for a while.
@@ -174,6 +175,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("gpu")
         if isinstance(place, Place) and place.interprets:
             item.add_marker("interpreter")
+        if is_smoke(item.nodeid) and any(map(item.get_closest_marker, ("gpu", "multigpu"))):
+            item.add_marker("smoke")
         if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(COMPILING_SECONDS))
         for reason in reasons_to_skip(item):
