@@ -25,6 +25,8 @@ from cce_dist.testing import Place, RankPool, speed_up_interpreter
 from cce_dist.testing.forks import start_fork_server
 from tests.gpu_runs.smoke import is_smoke
 
+pytest_plugins = ["tests.gpu_runs.plugin"]
+
 # Triton reads it when a kernel is decorated, so it must stand here before any is imported. The
 # processes of a RankPool inherit it. All are imported at once: some tests set it to 0 for a while.
 if torch.cuda.device_count() == 0:
