@@ -23,6 +23,9 @@ from torch import Tensor
 from cce_dist.backends.triton import kernels
 from cce_dist.testing import Place, RankPool, shared_pool, speed_up_interpreter
 from cce_dist.testing.forks import start_fork_server
+from tests.gpu_runs.smoke import is_smoke
+
+pytest_plugins = ["tests.gpu_runs.plugin"]
 
 # Triton reads it when a kernel is decorated, so it must stand here before any is imported. The
 # processes of a RankPool inherit it. All are imported at once: some tests set it to 0 for a while.
@@ -183,6 +186,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("gpu")
         if isinstance(place, Place) and place.interprets:
             item.add_marker("interpreter")
+        if is_smoke(item.nodeid) and any(map(item.get_closest_marker, ("gpu", "multigpu"))):
+            item.add_marker("smoke")
         if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(COMPILING_SECONDS))
         for reason in reasons_to_skip(item):
@@ -217,7 +222,9 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 def reasons_to_skip(item: pytest.Item) -> Iterator[str]:
     num_devices = torch.cuda.device_count()
-    for marker, needed in (("gpu", 1), ("multigpu", 2)):
+    callspec = getattr(item, "callspec", None)
+    world_size = callspec.params.get("world_size", 2) if callspec else 2
+    for marker, needed in (("gpu", 1), ("multigpu", world_size)):
         if item.get_closest_marker(marker) and num_devices < needed:
             yield f"needs {needed} CUDA device(s), found {num_devices}"
     if item.get_closest_marker("gpu") and INTERPRETS and num_devices:

@@ -25,7 +25,7 @@ from cce_dist.testing import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu, pytest.mark.timeout(280)]
 MODES = ("filtered", "exact", "in_forward")
-WORLD_SIZES = (2, 4) if torch.cuda.device_count() >= 4 else (2,)
+WORLD_SIZES = (2, 4)
 EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments")
 
 
