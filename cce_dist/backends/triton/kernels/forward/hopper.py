@@ -87,6 +87,27 @@ def load_tiles(
 
 
 @gluon.jit
+def add_dropped_columns(
+    p,  # [ROWS, BLOCK_N] exp2(z - ref)
+    dropped,
+    mass_ptr,
+    columns,
+    V,
+    threshold,
+    ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BY_LARGEST: gl.constexpr,
+):
+    """Stores the columns' masses, negative where kept; adds the others to dropped."""
+    mass = gl.sum(p, 1)
+    keeps = (gl.max(p, 1) if BY_LARGEST else mass) >= threshold
+    mark = gl.where(keeps, -gl.maximum(mass, 1e-30), mass)
+    gl.store(mass_ptr + columns, mark.to(mass_ptr.dtype.element_ty), mask=columns < V)
+    drops = gl.where(keeps, 0.0, 1.0)
+    return dropped + partial_sums(p * drops[:, None], ROWS, BLOCK_N)
+
+
+@gluon.jit
 def sum_tiles(
     group,
     bias_ptr,
@@ -236,20 +257,12 @@ def sum_tiles(
                     p = gl.exp2(x * factor - ref_tile.load(across)[None, :])
                     total += partial_sums(p, ROWS, BLOCK_N)
                 if HAS_SCORE:
-                    mass = gl.sum(p, 1)
-                    score = mass
-                    if BY_LARGEST:
-                        score = gl.max(p, 1)
-                    keeps = score >= threshold
-                    mark = gl.where(keeps, -gl.maximum(mass, 1e-30), mass)
-                    mark = mark.to(mass_ptr.dtype.element_ty)
-                    gl.store(mass_ptr + columns, mark, mask=inside)
-                    drops = gl.where(keeps, 0.0, 1.0)
-                    dropped += partial_sums(p * drops[:, None], ROWS, BLOCK_N)
+                    dropped = add_dropped_columns(
+                        p, dropped, mass_ptr, columns, V, threshold, ROWS, BLOCK_N, BY_LARGEST
+                    )
         surplus = first_ref
         if HAS_SURPLUS:
-            tile = stat_tiles.index(SUMS * group + SURPLUS)
-            surplus = take_sum(tile, by_token)
+            surplus = take_sum(stat_tiles.index(SUMS * group + SURPLUS), by_token)
         next_ref = end_stretch(
             state_ptrs, size, total, dropped, unkept, surplus, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
         )
