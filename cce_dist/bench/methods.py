@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cce_dist import Filter, LinearCrossEntropy, QuantizedWeight, Screen, quantize_weight
-from cce_dist.options import Backend
+from cce_dist.options import Backend, Stat
 
 from . import peers
 from .golden import LossFunction
@@ -102,6 +102,12 @@ def _with_copy(setup: Setup) -> LossFunction:
     return loss
 
 
+def _with_statistics(stats: tuple[Stat, ...], setup: Setup) -> LossFunction:
+    """Returns `filtered` with statistics of each token beside the loss."""
+    loss = _build_ours({"gradient": "filtered", "stats": stats}, setup)
+    return lambda *tensors: loss(*tensors).loss
+
+
 def _ours(name: str, options: Mapping[str, Any], *, default: bool = False) -> Method:
     build = partial(_build_ours, options)
     return Method(name, "ours", build, default=default, ranks=True, softcap=True)
@@ -113,6 +119,13 @@ def _peer(
     return Method(name, "peer", builder, package, **flags)
 
 
+STATISTICS: dict[str, tuple[Stat, ...]] = {
+    "entropy": ("entropy",),
+    "correct": ("correct",),
+    "entropy-correct": ("entropy", "correct"),
+    "moments": ("logit_moments",),
+    "statistics": ("lse", "entropy", "correct", "logit_moments"),
+}
 # In the order in which they are measured. Peers with a compiler of their own come last: they are
 # the likeliest to end a process.
 _METHODS = (
@@ -131,6 +144,10 @@ _METHODS = (
     _ours("screened-in-forward", {"logits": "screened", "gradient": "in_forward"}),
     # With an existing 8-bit copy of the weight.
     Method("screened-copy", "ours", _with_copy, softcap=True),
+    *(
+        Method(f"filtered-{name}", "ours", partial(_with_statistics, stats), softcap=True)
+        for name, stats in STATISTICS.items()
+    ),
     # Within torch.compile(fullgraph=True).
     Method("filtered-compiled", "ours", _compiled, ranks=True, softcap=True, on_cpu=False),
     _peer("torch-compile", peers.compiled_dense, softcap=True),
