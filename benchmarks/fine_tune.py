@@ -42,7 +42,7 @@ LOSSES = ("default", "liger", "apple", *OURS)
 CACHE = Path("runs/captured/.cache")
 COLUMNS = (
     *("model", "loss", "batch", "sequence", "median_ms", "p10_ms", "p90_ms"),
-    *("tokens_per_s", "peak_gib", "last_loss", "largest_batch", "failed"),
+    *("tokens_per_s", "peak_gib", "mean_loss", "largest_batch", "failed"),
 )
 # Steps that compile kernels and fill the allocator's cache.
 WARMUP = 5
@@ -64,7 +64,7 @@ class Plan:
 def bench_fine_tune(
     name: str, losses: Sequence[str], plan: Plan, *, largest: bool
 ) -> Iterator[Cells]:
-    """Yields a row for each loss: time of a step, tokens a second, memory, the last step's loss.
+    """Yields a row for each loss: time of a step, tokens a second, memory, the steps' mean loss.
 
     Args: largest: also search the largest of BATCHES whose step fits the device; the plan's batch
         has been seen to fit.
@@ -97,10 +97,10 @@ def _row(name: str, loss: str, rows: torch.Tensor, plan: Plan, largest: bool) ->
     cells: dict[str, Any] = dict.fromkeys(COLUMNS)
     cells |= {"model": name, "loss": loss, "batch": plan.batch, "sequence": plan.sequence}
     try:
-        times, peak, last = _train(name, loss, rows, plan, plan.batch, WARMUP + plan.repeats)
+        times, peak, mean = _train(name, loss, rows, plan, plan.batch, WARMUP + plan.repeats)
         taken = percentiles_ms(times[WARMUP:])
         rate = 1e3 * plan.batch * plan.sequence / taken["median_ms"]
-        cells |= {**taken, "tokens_per_s": rate, "peak_gib": peak, "last_loss": last}
+        cells |= {**taken, "tokens_per_s": rate, "peak_gib": peak, "mean_loss": mean}
         if largest:
             cells["largest_batch"] = _largest(name, loss, rows, plan)
     except (ImportError, RuntimeError, torch.OutOfMemoryError) as error:
@@ -123,7 +123,7 @@ def _largest(name: str, loss: str, rows: torch.Tensor, plan: Plan) -> int:
 def _train(
     name: str, loss: str, rows: torch.Tensor, plan: Plan, batch: int, steps: int
 ) -> tuple[list[float], float, float]:
-    """Returns the seconds of each step, the peak in GiB, and the last loss."""
+    """Returns the seconds of each step, the peak in GiB, and the steps' mean loss."""
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
     model_type, values = MODELS[name]

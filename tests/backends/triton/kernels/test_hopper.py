@@ -230,7 +230,7 @@ class TestOnHopper:
             for size in (300, 20000)
         )
         # Each token's largest column occurs in four tiles, in other splits and groups too.
-        largest = (scale * hidden @ weight[:5000].T).argmax(1)
+        largest = (scale * hidden.double() @ weight[:5000].double().T).argmax(1)
         weight = weight[:5000].repeat(4, 1)
         for times in range(4):
             targets = largest + 5000 * times
