@@ -62,6 +62,10 @@ _TESTS: dict[str, tuple[str, ...]] = {
         *("[(256, 5000, 64)-screened_large_softcap-bf16", "[(256, 5000, 64)-exact-bf16"),
         *("[(256, 5000, 64)-screened_softcap_e4m3-bf16",),
     ),
+    "backends/triton/kernels/test_hopper.py::TestOnHopper"
+    "::test_hopper_statistics_agree_with_the_portable_ones": (
+        *("[(256, 5000, 64)-plain]", "[(256, 5000, 64)-softcap]"),
+    ),
     # Other entry points, and callers that look at what is launched.
     "frontend/test_logprobs.py::test_token_logprobs_are_those_of_dense_logits": ("triton_cuda",),
     "frontend/test_logprobs.py::test_token_logprobs_policy_gradient": ("triton_cuda",),
@@ -123,6 +127,7 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
     "::test_hopper_forward_agrees_with_the_portable_one": (
         *("hopper_forward_kernel", "hopper_logits_kernel"),
     ),
+    "frontend/test_largest.py::test_the_first_largest_logit": ("merge_extras_kernel",),
     "backends/test_merge_kernel.py::test_what_a_rank_sends": ("pack_stats_kernel",),
     "backends/test_merge_kernel.py::test_merged_as_torch_merges": ("merge_ranks_kernel",),
 }
