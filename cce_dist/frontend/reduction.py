@@ -39,8 +39,10 @@ class PickedTokens:
     def scatter_to_shape(self, values: Tensor, shape: torch.Size, shift: int) -> Tensor:
         """Scatters values [N] to targets' (shifted) shape, with 0 elsewhere."""
         if self.rows is not None:
-            empty = values.new_zeros(shape.numel())
-            values = empty.index_copy(0, self.rows, values)
+            # With a count on the device every token has a value, 0 where it does not count.
+            new = values.new_zeros if self.count is None else values.new_empty
+            # In place: index_copy would first copy the tensor without values, a launch more.
+            values = new(shape.numel()).index_copy_(0, self.rows, values)
         values = values.view(shape)
         return values[..., : max(shape[-1] - shift, 0)] if shift else values
 
