@@ -24,8 +24,8 @@ from cce_dist.backends.triton.kernels.forward.hopper_sums import (
 SUM_ROWS = gl.constexpr(8)
 # Sums of a group: of exp2(z - ref) (z - ref), log2; of z - origin; of its square.
 SURPLUS = gl.constexpr(0)
-FIRST = gl.constexpr(1)
-SECOND = gl.constexpr(2)
+FIRST_MOMENT = gl.constexpr(1)
+SECOND_MOMENT = gl.constexpr(2)
 SUMS = gl.constexpr(3)
 # A column is stored as what it lacks to this number: of equal products the lowest column wins.
 NO_COLUMN = gl.constexpr(2**31 - 1)
@@ -56,8 +56,8 @@ def start_stats(
         forget_sum(sum_tiles.index(SUMS * group + SURPLUS))
     if HAS_MOMENTS:
         of_token.index(4 * group + 2).store(start_moments(extras_ptrs, size, lower, launch))
-        forget_sum(sum_tiles.index(SUMS * group + FIRST))
-        forget_sum(sum_tiles.index(SUMS * group + SECOND))
+        forget_sum(sum_tiles.index(SUMS * group + FIRST_MOMENT))
+        forget_sum(sum_tiles.index(SUMS * group + SECOND_MOMENT))
     if HAS_ARGMAX:
         begins = (launch == forward.PROBE) | (launch >= forward.ALONE)
         best = start_largest(key_ptrs, split_offset, splits, stride, counts, begins)
@@ -80,8 +80,8 @@ def update_stats(
     """Ends a stretch: merges its moments, and looks up the largest products so far."""
     layout: gl.constexpr = extras_ptrs.type.layout
     if HAS_MOMENTS:
-        sums = take_sum(sum_tiles.index(SUMS * group + FIRST), layout)
-        squares = take_sum(sum_tiles.index(SUMS * group + SECOND), layout)
+        sums = take_sum(sum_tiles.index(SUMS * group + FIRST_MOMENT), layout)
+        squares = take_sum(sum_tiles.index(SUMS * group + SECOND_MOMENT), layout)
         tile = of_token.index(4 * group + 2)
         tile.store(merge_moments(sums, squares, extras_ptrs, size, tile.load(layout), number))
     if HAS_ARGMAX:
@@ -127,8 +127,8 @@ def add_stats(
         off = gl.where((columns < V)[:, None], z - origin[None, :], 0.0)
         sums = rows_of_warps(off, ROWS, TOKENS)
         squares = rows_of_warps(off * off, ROWS, TOKENS)
-        sum_tile = sum_tiles.index(first + FIRST).slice(part * TOKENS, TOKENS, 1)
-        square_tile = sum_tiles.index(first + SECOND).slice(part * TOKENS, TOKENS, 1)
+        sum_tile = sum_tiles.index(first + FIRST_MOMENT).slice(part * TOKENS, TOKENS, 1)
+        square_tile = sum_tiles.index(first + SECOND_MOMENT).slice(part * TOKENS, TOKENS, 1)
         sums += sum_tile.load(sums.type.layout)
         squares += square_tile.load(squares.type.layout)
     if HAS_SURPLUS:
