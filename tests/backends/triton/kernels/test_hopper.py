@@ -237,5 +237,6 @@ class TestOnHopper:
             found, launched = loss_of(
                 2, hidden, weight, targets, stats=("correct",), logit_scale=scale
             )
-            assert (launched > 0) == (scale > 0)
+            if times == 0:  # A later call of the kind is played, and starts no kernel anew.
+                assert (launched > 0) == (scale > 0)
             assert bool((found.correct == (times == 0)).all())
