@@ -44,8 +44,6 @@ COLUMNS = (
     *("model", "loss", "batch", "sequence", "median_ms", "p10_ms", "p90_ms"),
     *("tokens_per_s", "peak_gib", "mean_loss", "largest_batch", "failed"),
 )
-# Steps that compile kernels and fill the allocator's cache.
-WARMUP = 5
 # Batches that `largest` tries.
 BATCHES = tuple(base << power for power in range(9) for base in (4, 5, 6, 7))
 
@@ -59,6 +57,7 @@ class Plan:
     repeats: int
     device: str
     megabytes: float
+    warmup: int = 5  # steps before the timed ones: the first of them compile kernels
 
 
 def bench_fine_tune(
@@ -97,8 +96,8 @@ def _row(name: str, loss: str, rows: torch.Tensor, plan: Plan, largest: bool) ->
     cells: dict[str, Any] = dict.fromkeys(COLUMNS)
     cells |= {"model": name, "loss": loss, "batch": plan.batch, "sequence": plan.sequence}
     try:
-        times, peak, mean = _train(name, loss, rows, plan, plan.batch, WARMUP + plan.repeats)
-        taken = percentiles_ms(times[WARMUP:])
+        times, peak, mean = _train(name, loss, rows, plan, plan.batch, plan.warmup + plan.repeats)
+        taken = percentiles_ms(times[plan.warmup :])
         rate = 1e3 * plan.batch * plan.sequence / taken["median_ms"]
         cells |= {**taken, "tokens_per_s": rate, "peak_gib": peak, "mean_loss": mean}
         if largest:

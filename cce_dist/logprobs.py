@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from cce_dist.frontend.dtensor import is_dtensor
-from cce_dist.frontend.inputs import Inputs
+from cce_dist.frontend.inputs import Inputs, options_of
 from cce_dist.frontend.outputs import LossOutput
 from cce_dist.frontend.validation import require_tensor
 from cce_dist.loss import compute_loss
 from cce_dist.options import (
     Backend,
     Filter,
-    LossOptions,
     Screen,
     require_bool,
     require_choice,
@@ -97,7 +96,7 @@ def token_logprobs(
         logit_scale = _divide(logit_scale, temperature)
     if mask is not None:
         targets = _mask_targets(targets, mask)
-    options = LossOptions(
+    options = options_of(
         sequence_parallel=sequence_parallel,
         ignore_index=IGNORED,
         reduction="none",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
 from cce_dist.frontend.dtensor import arrived, is_dtensor, local_parts
-from cce_dist.frontend.inputs import Inputs
+from cce_dist.frontend.inputs import Inputs, options_of
 from cce_dist.frontend.outputs import LossOutput
 from cce_dist.frontend.prepare import cast_by_autocast, compute
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
@@ -142,7 +142,7 @@ def linear_cross_entropy(
     Under autocast hidden and weight are cast first, as in torch's linear.
     Source: Cut Cross-Entropy, arXiv:2411.09009; docs/design/loss.md has the derivations.
     """
-    options = LossOptions(
+    options = options_of(
         sequence_parallel=sequence_parallel,
         ignore_index=ignore_index,
         reduction=reduction,

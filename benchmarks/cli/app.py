@@ -61,6 +61,7 @@ def fine_tune_command(
     batch: arg.Size = 8,
     sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
     repeats: arg.Repeats = 20,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before the timed ones.")] = 5,
     device: arg.Device = "cuda",
     megabytes: Annotated[float, typer.Option(min=0, help="Size of the text.")] = 40.0,
     largest: Annotated[bool, typer.Option(help="Also search the largest batch.")] = False,
@@ -76,7 +77,7 @@ def fine_tune_command(
     from cce_dist.bench.report import Cells, Report
 
     need_modules("tokenizers", "transformers")
-    plan = Plan(batch, sequence_length, repeats, device, megabytes)
+    plan = Plan(batch, sequence_length, repeats, device, megabytes, warmup)
     report = Report(arg.machine_of(device, 0), csv_path, json_path)
     with arg.refusals():
         measured = bench_fine_tune(model, loss or LOSSES, plan, largest=largest)

@@ -39,8 +39,8 @@ class Call:
     """The arguments of one call of the loss, but for hidden, weight and bias."""
 
     plan: Plan
-    rows: Tensor | None  # [N]; None: every token
-    local_targets: Tensor  # [N], like rows int32 where it fits: both stay until the backward
+    rows: Tensor | None  # [N] int64; None: every token
+    local_targets: Tensor  # [N], int32 where it fits: it stays until the backward
     count: Tensor | None  # [1] int32; None: all N tokens count
     device_type: str
     class_weight: Tensor | None  # [V_local] of this shard
@@ -52,15 +52,17 @@ class Call:
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """Cuts off rows beyond vocab_size: no step below sees padding."""
-        options, rows = self.plan.options, slice(0, self.plan.shard.num_classes)
+        options, classes = self.plan.options, self.plan.shard.num_classes
         if weight.numel() and not weight.untyped_storage().nbytes():
             raise RuntimeError(
                 "weight must stay in memory until the backward of linear_cross_entropy, got memory "
                 "that was freed, as FSDP's reshard() does: FSDP calls it after the backward itself"
             )
+        if classes < weight.shape[0]:
+            weight, bias = weight[:classes], None if bias is None else bias[:classes]
         return Head(
-            weight=weight[rows],
-            bias=None if bias is None else bias[rows],
+            weight=weight,
+            bias=bias,
             class_weight=self.class_weight,
             vocab_size=self.plan.shard.vocab_size,
             softcap=options.softcap,
@@ -69,13 +71,18 @@ class Call:
             quantize_once=self.quantize_once,
         )
 
+    def without_head(self) -> Call:
+        """Returns the call without tensors of the head, which autograd keeps, or nobody does."""
+        if self.class_weight is None and self.quantized is None and self.quantize_once is None:
+            return self
+        return replace(self, class_weight=None, quantized=None, quantize_once=None)
+
     def tokens(
         self, hidden: Tensor, scale: Tensor | None = None, *, defer_fill: bool = False
     ) -> Tokens:
         """Args: defer_fill: the backend gathers hidden itself, while its first kernels run."""
-        rows = None if self.rows is None else self.rows.long()
         hidden, fill = self.plan.gather_hidden(hidden, defer_fill=defer_fill)
-        return Tokens(hidden, rows, self.local_targets, self.count, fill, scale)
+        return Tokens(hidden, self.rows, self.local_targets, self.count, fill, scale)
 
     def expect(
         self, tokens: Tokens, dtype: torch.dtype, needed: tuple[bool, ...]
@@ -107,6 +114,8 @@ class GradWeight:
         if call.grad_weight_into is not None:
             return cls(None, WeightGrad(call.grad_weight_into[:classes], accumulate=True))
         grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        if classes == len(grad):
+            return cls(grad, WeightGrad(grad, accumulate=False))
         grad[classes:].zero_()
         return cls(grad, WeightGrad(grad[:classes], accumulate=False))
 
@@ -195,7 +204,7 @@ class TwoPass(torch.autograd.Function):
         if call.record:
             # Autograd frees saved tensors after the backward; other attributes stay.
             ctx.selection, tensors = take_apart(Selection(scores, kept))
-            ctx.call = replace(call, class_weight=None, quantized=None, quantize_once=None)
+            ctx.call = call.without_head()
             of_loss = (call.class_weight, stats.lse, stats.target_logit, stats.entropy)
             ctx.save_for_backward(hidden, weight, bias, scale, *of_loss, *tensors)
         plain = _plain_outputs(stats, tail)
@@ -223,7 +232,9 @@ class TwoPass(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None):
         hidden, weight, bias, scale, class_weight, *saved = ctx.saved_tensors
         lse, target_logit, entropy, *tensors = saved
-        call: Call = replace(ctx.call, class_weight=class_weight)
+        call: Call = ctx.call
+        if class_weight is not None:
+            call = replace(call, class_weight=class_weight)
         _forget_buffer(ctx)
         # This backward uses both up: a second one over a retained graph has neither.
         target, store, ctx.target, ctx.store = ctx.target, ctx.store, None, None

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Switches autocast off, if it is on: the context costs as much as some launches."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -15,7 +23,7 @@ def outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor | None):
-        with torch.autocast(ctx.call.device_type, enabled=False):
+        with without_autocast(ctx.call.device_type):
             return backward(ctx, *grads)
 
     return wrapper

@@ -3,42 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 
-class _Slot(Enum):
-    TENSOR = "where a tensor was"
+@dataclass(frozen=True)
+class Apart:
+    """A dataclass without the tensors in it: its class, and the kind of each field."""
+
+    kind: type
+    parts: tuple[Any, ...]  # `Apart`, `TENSOR`, or a value
+
+
+TENSOR = object()  # stands where a tensor was
 
 
 def take_apart(record: Any) -> tuple[Any, list[Tensor]]:
     """Returns a dataclass without the tensors in it, nested dataclasses included; and the tensors,
     in order."""
+    tensors: list[Tensor] = []
+    return _apart(record, tensors), tensors
+
+
+def _apart(record: Any, tensors: list[Tensor]) -> Any:
     if isinstance(record, Tensor):
-        return _Slot.TENSOR, [record]
-    if not _has_fields(record):
-        return record, []
-    values, tensors = {}, []
-    for field in fields(record):
-        values[field.name], field_tensors = take_apart(getattr(record, field.name))
-        tensors += field_tensors
-    return replace(record, **values), tensors
+        tensors.append(record)
+        return TENSOR
+    names = _names_of(type(record))
+    if names is None:
+        return record
+    return Apart(type(record), tuple(_apart(getattr(record, name), tensors) for name in names))
 
 
 def put_together(record: Any, tensors: Iterator[Tensor]) -> Any:
     """Puts tensors back into a record, in the order in which `take_apart` took them out."""
-    if record is _Slot.TENSOR:
+    if record is TENSOR:
         return next(tensors)
-    if not _has_fields(record):
+    if type(record) is not Apart:
         return record
-    values = {
-        field.name: put_together(getattr(record, field.name), tensors) for field in fields(record)
-    }
-    return replace(record, **values)
+    return record.kind(*(put_together(part, tensors) for part in record.parts))
 
 
-def _has_fields(record: Any) -> bool:
-    return is_dataclass(record) and not isinstance(record, type)
+@cache
+def _names_of(kind: type) -> tuple[str, ...] | None:
+    """Returns the fields of a dataclass; None for other classes."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None

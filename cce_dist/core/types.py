@@ -135,6 +135,7 @@ class Picked(NamedTuple):
     counts: Tensor | None = None  # bool, True for a target that counts; None: all count
     local_targets: Tensor | None = None  # int32, -1 = not in this shard; None: not computed yet
     in_range: Tensor | None = None  # [1] int32, 0 if a target is no class; None: not checked yet
+    number: Tensor | None = None  # [1] fp32, the larger of `count` and 1; None: not computed yet
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def compute(
         bias,
         scale,
         slice_of(class_weight, shard),
-        narrow(picked.rows, targets.numel()),
+        picked.rows,
         narrow(local_targets_of(picked, shard), vocab_size),
         picked.count,
         needs,

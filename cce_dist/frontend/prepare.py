@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.algorithm.autograd import Call, InForward, TwoPass
+from cce_dist.algorithm.once import without_autocast
 from cce_dist.algorithm.plan import plan_of
 from cce_dist.core.types import accumulate_dtype
 from cce_dist.frontend import agreement, validation
@@ -71,7 +72,7 @@ def prepare(
         plan = replace(plan, backward_is_next=True)
     call = Call(
         plan=plan,
-        rows=None if picked.rows is None else narrow(picked.rows, targets.numel()),
+        rows=picked.rows,
         local_targets=narrow(local_targets_of(picked, shard), shard.vocab_size),
         count=picked.count,
         device_type=hidden.device.type,
@@ -133,7 +134,7 @@ def compute(
         backward_is_next=True,
     )
     scale = scale_for(temperature, finish.picked, options, hidden)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device.type):
         flat = hidden.reshape(-1, hidden.shape[-1])
         if options.gradient == "in_forward" and record:
             total = finish.terms.total

@@ -29,12 +29,14 @@ class PickedTokens:
     # None: the backend has not computed them. See `Picked`.
     local_targets: Tensor | None = None
     in_range: Tensor | None = None
+    number_on_device: Tensor | None = None
 
     def number(self) -> Tensor | float:
         """Returns the number of tokens that count, at least 1."""
         if self.count is None:
             return float(max(self.targets.shape[0], 1))
-        return self.count[0].clamp_min(1)
+        on_device = self.number_on_device
+        return self.count.clamp_min(1) if on_device is None else on_device
 
     def scatter_to_shape(self, values: Tensor, shape: torch.Size, shift: int) -> Tensor:
         """Scatters values [N] to targets' (shifted) shape, with 0 elsewhere."""

@@ -102,7 +102,7 @@ _TESTS: dict[str, tuple[str, ...]] = {
 _LAUNCHES: dict[str, tuple[str, ...]] = {
     "loss/test_loss.py::test_linear_cross_entropy_each_option": (
         *("pack_kernel", "count_kernel", "place_kernel", "forward_kernel", "finish_kernel"),
-        *("target_products_kernel", "targets_kernel", "upstream_kernel", "grad_scale_kernel"),
+        *("target_products_kernel", "targets_kernel", "upstream_kernel"),
         *("exact_logits_kernel", "exact_targets_kernel", "exact_products_kernel"),
         *("store_hidden_kernel",),
     ),

@@ -71,7 +71,8 @@ class TritonBackend:
     ) -> tuple[Stats, Marks | None]:
         if request.screen is not None:
             head = head.quantized_by(quantize_for, tokens, request.screen)
-        head = replace(head, quantize_once=None)
+        if head.quantize_once is not None:
+            head = replace(head, quantize_once=None)
         stats, marks, store = _forward_and_store(tokens, head, request)
         if store is not None and store is not request.store:
             vars(request.store).update(vars(store))

@@ -70,22 +70,23 @@ def warm_up(
         )
         return
     hidden = backward.hidden
-    if hidden is not None:
-        hidden = NoSum(hidden.is_local, hidden.part_dtype)
-    assert request.filter is not None
-    # Kernels take the threshold as a number, so any will do; sizes of memory choose no binary.
-    rule, room = replace(request.filter, threshold=1.0), Room(1)
-    has = (head.bias is None, head.class_weight is None, head.softcap is None)
-    has += (tokens.scale is None, request.wanted, rule, request.screen, request.store is not None)
-    has += (replace(backward, hidden=None), hidden)
-    layout = (weight.device, weight.dtype, weight.shape, weight.stride(), tokens.hidden.stride())
-    sizes = (num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks))
-    if (has, layout, sizes) in _warmed_up:
+    kind = None if hidden is None else (hidden.is_local, hidden.part_dtype)
+    rule, store = request.filter, request.store
+    assert rule is not None
+    # Kernels take the threshold as a number, and sizes of memory choose no binary.
+    key = (
+        *(head.bias is None, head.class_weight is None, head.softcap is None, tokens.scale is None),
+        *(request.wanted, request.screen, store is not None, rule.by_largest, rule.tail),
+        *(rule.draws, kind, backward.weight, backward.accumulate, backward.bias, backward.of_lse),
+        *(weight.device, weight.dtype, weight.shape, weight.stride(), tokens.hidden.stride()),
+        *(num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks)),
+    )
+    if key in _warmed_up:
         return
-    _warmed_up.add((has, layout, sizes))
-    store = None
-    if isinstance(request.store, ListedLogits):
-        store = ListedLogits(request.store.draws)
+    _warmed_up.add(key)
+    hidden = None if kind is None else NoSum(*kind)
+    rule, room = replace(rule, threshold=1.0), Room(1)
+    store = ListedLogits(store.draws) if isinstance(store, ListedLogits) else None
     request = replace(request, filter=rule, bounds=None, store=store, room=room)
     with compile_only(weight.device), torch.no_grad():
         # Without `quantize_once`: an 8-bit copy that other calls share needs real numbers.

@@ -62,8 +62,9 @@ class FilteredMemory:
     """Memory that the kernels of the filtered products share."""
 
     queue: Tensor  # [2 * max_chunks + 3] int32, zeros
-    workspace: Tensor  # [max_rows + TILE, 128] d_logits of a chunk
-    entries: Tensor  # [2, max_rows] int32
+    workspace: Tensor  # [.., 128] d_logits of a chunk: see `Lists.new_workspace`
+    # [2, max_rows] int32. Past a list's end, its last step reads some column, and any will do.
+    entries: Tensor
     pair_rows: Tensor  # [max_pairs, TILE] int32
     drawn_sum: Tensor  # [max_tasks, 128] fp32
 
@@ -82,8 +83,7 @@ class FilteredMemory:
         return cls(
             queue=queue,
             workspace=workspace,
-            # Zeros: past a list's end, its last step reads some column, and any will do.
-            entries=int32(2, lists.max_rows).zero_(),
+            entries=lists.entries_in(workspace),
             pair_rows=int32(lists.max_pairs, TILE),
             drawn_sum=weight.new_empty(max_tasks, TOKEN_BLOCK, dtype=torch.float32),
         )

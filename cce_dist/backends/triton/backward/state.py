@@ -125,7 +125,7 @@ class BackwardState:
             head,
             request.stats,
             upstream,
-            kept.dropped_mass if kept is not None and kept.tail else None,
+            kept.marks.log_dropped if kept is not None and kept.tail else None,
             None if kept is None else kept.marks.order,
             num_blocks,
             by_torch=by_torch,

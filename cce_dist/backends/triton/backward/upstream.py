@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cce_dist.backends.triton.kernels.backward.upstream import grad_scale_kernel, upstream_kernel
+from cce_dist.backends.triton.kernels.backward.upstream import upstream_kernel
 from cce_dist.backends.triton.launch.arguments import pad_tokens, rows_of
 from cce_dist.backends.triton.launch.start import is_compiling_only, start
 from cce_dist.core.stats import Stats
@@ -39,7 +39,7 @@ class TokenUpstream:
         head: Head,
         stats: Stats,  # [N] over all ranks
         upstream: Upstream,
-        dropped_mass: Tensor | None,  # None: no tail
+        log_dropped: Tensor | None,  # [N]: see `Marks`; None: no tail
         order: Tensor | None,  # [N] of the blocks' tokens; None: the caller's
         num_blocks: int,
         *,
@@ -53,11 +53,9 @@ class TokenUpstream:
         grads = [None if g is None else g.to(lse.dtype).contiguous() for g in grads]
         of_elements = grads[3] is not None and (head.softcap is not None or by_torch)
         linear = grads[3] is not None and not of_elements
-        if by_torch:
-            grad_scale = lse.new_ones(1)
-        else:
-            of_grads = grads if of_elements else [*grads[:3], None]
-            grad_scale = _grad_scale_of(of_grads, head, lse, count)
+        of_tokens = [*grads[:3], grads[3] if of_elements else None]
+        divides = head.weight.element_size() == 2 and not by_torch
+        divides = divides and any(g is not None for g in of_tokens)
 
         def new(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=lse.device)
@@ -66,17 +64,17 @@ class TokenUpstream:
         per_token = cls(
             factors=new(7, size, dtype=fp32),
             count=count,
-            grad_scale=grad_scale,
+            grad_scale=new(1, dtype=fp32),
             rows=new(size, dtype=int64),
             read_rows=new(size, dtype=int64),
             targets=new(size, dtype=torch.int32),
             scale=_scale_of(tokens, head, order, size),
-            tail_mass=None if dropped_mass is None else new(size, dtype=fp32),
+            tail_mass=None if log_dropped is None else new(size, dtype=fp32),
             mean=new(size, dtype=fp32) if linear else None,
         )
-        vectors = (lse, stats.target_logit, *grads, stats.entropy, dropped_mass)
+        vectors = (lse, stats.target_logit, *grads, stats.entropy, log_dropped)
         contiguous = (None if x is None else x.contiguous() for x in vectors)
-        inputs = (order, count, *contiguous, grad_scale)
+        inputs = (order, count, *contiguous, per_token.grad_scale)
         start(upstream_kernel, (num_blocks,))(
             rows,
             tokens.local_targets,
@@ -90,6 +88,7 @@ class TokenUpstream:
             len(tokens),
             head.logit_scale,
             head.logit_scale / head.vocab_size,
+            abs(head.logit_scale) / largest_operand(head.weight.dtype),
             TOKENS=TOKEN_BLOCK,
             HAS_ORDER=order is not None,
             HAS_NLL=grads[0] is not None,
@@ -97,7 +96,8 @@ class TokenUpstream:
             HAS_ENTROPY=grads[2] is not None,
             HAS_SMOOTH=of_elements,
             HAS_MEAN=linear,
-            HAS_TAIL=dropped_mass is not None,
+            HAS_TAIL=log_dropped is not None,
+            DIVIDES=divides,
         )
         return per_token
 
@@ -109,21 +109,3 @@ def _scale_of(tokens: Tokens, head: Head, order: Tensor | None, size: int) -> fl
     if order is not None and not is_compiling_only():
         scale = scale.index_select(0, order.long())
     return pad_tokens(scale * head.logit_scale, size, 1.0)
-
-
-def _grad_scale_of(grads: list[Tensor | None], head: Head, lse: Tensor, count: Tensor) -> Tensor:
-    if head.weight.element_size() > 2 or all(g is None for g in grads):
-        return lse.new_ones(1)
-    grad_scale = lse.new_empty(1)
-    start(grad_scale_kernel, (1,))(
-        *(count if g is None else g for g in grads),
-        grad_scale,
-        len(lse),
-        abs(head.logit_scale) / largest_operand(head.weight.dtype),
-        BLOCK=1024,
-        HAS_NLL=grads[0] is not None,
-        HAS_LSE=grads[1] is not None,
-        HAS_ENTROPY=grads[2] is not None,
-        HAS_SMOOTH=grads[3] is not None,
-    )
-    return grad_scale

@@ -108,10 +108,18 @@ class Lists:
         return lists
 
     def new_workspace(self, weight: Tensor) -> Tensor:
-        """Makes [max_rows + TILE, 128]: a chunk's rows, uninitialised, then zeros."""
-        workspace = weight.new_empty(self.max_rows + TILE, TOKEN_BLOCK)
+        """Makes [.., 128]: a chunk's max_rows rows, uninitialised; TILE rows of zeros; then the
+        memory of `entries_in`, zeros too."""
+        row_bytes = TOKEN_BLOCK * weight.element_size()
+        rows = self.max_rows + TILE + triton.cdiv(2 * 4 * self.max_rows, row_bytes)
+        workspace = weight.new_empty(rows, TOKEN_BLOCK)
         workspace[self.max_rows :].zero_()
         return workspace
+
+    def entries_in(self, workspace: Tensor) -> Tensor:
+        """Returns the lists of a chunk and the next, [2, max_rows] int32, at a workspace's end."""
+        end = workspace[self.max_rows + TILE :].view(torch.int32)
+        return end.flatten()[: 2 * self.max_rows].view(2, self.max_rows)
 
     def _cut(self, windows: tuple[int, int], step: int, segment: int, padded: int) -> None:
         """Cuts the tiles into chunks, and computes where each block's list stands in a chunk."""

@@ -150,12 +150,17 @@ def blocks_padded(num_blocks: int) -> int:
 
 @dataclass(frozen=True)
 class KeptColumns:
-    """Marks, and each token's dropped mass, normalised by the lse of all ranks."""
+    """Marks, and the lse of all ranks, which makes probabilities of their sums."""
 
     marks: Marks
-    dropped_mass: Tensor  # [N]
+    lse: Tensor  # [N]
     tail: bool
     draws: bool
+
+    @property
+    def dropped_mass(self) -> Tensor:
+        """Returns each token's probability mass in columns not kept, [N]."""
+        return (self.marks.log_dropped - self.lse).exp()
 
     @property
     def scores(self) -> Marks:
@@ -172,4 +177,4 @@ def keep(
 ) -> KeptColumns:
     """Returns the marks of the forward, which has already applied `rule`."""
     assert isinstance(scores, Marks)
-    return KeptColumns(scores, (scores.log_dropped - lse).exp(), rule.tail, rule.draws)
+    return KeptColumns(scores, lse, rule.tail, rule.draws)

@@ -37,6 +37,8 @@ _PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device}
 _PLAIN |= {Wanted, ColumnFilter, Room, Screen, VocabShard}
 
 
+# What `_take` says of classes whose values are described whole, and of tensors.
+_WHOLE, _TENSOR = "whole", "tensor"
 _functions: list[Replayed] = []
 
 
@@ -127,28 +129,32 @@ def _key_of(args: tuple[Any, ...], inputs: list[Tensor]) -> Any:
 def _describe(values: tuple[Any, ...], parts: list[Any], inputs: list[Tensor]) -> bool:
     """Appends the kind of each value; returns False if one has none."""
     for value in values:
-        kind = type(value)
-        if kind in _PLAIN:
+        take = _take(type(value))
+        if take is _WHOLE:
             parts.append(value)
-        elif kind is Tensor or kind is nn.Parameter:
+        elif take is _TENSOR:
             if not value.numel() or value.layout is not torch.strided:
                 return False
             inputs.append(value)
-            parts.append((value.shape, value.stride(), value.dtype, value.device))
-        elif isinstance(value, tuple(same_by_identity)):
-            parts.append(value)
+            parts += (value.shape, value.stride(), value.dtype, value.device)
+        elif take is None:
+            return False
         else:
+            kind = type(value)
             parts.append(value.func if kind is functools.partial else kind)
-            get = _getter(kind)
-            if get is None or not _describe(get(value), parts, inputs):
+            if not _describe(take(value), parts, inputs):
                 return False
     return True
 
 
 @functools.cache
-def _getter(kind: type) -> Callable[[Any], tuple[Any, ...]] | None:
-    """Returns a function that takes the values out of an object of this class; None: nobody knows
-    which values it has."""
+def _take(kind: type) -> Any:
+    """Returns how a kind of call describes an object of this class: `_WHOLE`, `_TENSOR`, or by the
+    values that the returned function takes out of it; None: nobody knows which values it has."""
+    if kind in _PLAIN or issubclass(kind, tuple(same_by_identity)):
+        return _WHOLE
+    if kind in (Tensor, nn.Parameter):
+        return _TENSOR
     if kind is functools.partial:
         return lambda value: (*value.args, *value.keywords.values())
     if kind is tuple:

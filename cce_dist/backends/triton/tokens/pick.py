@@ -37,6 +37,7 @@ def pick_on_device(ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
         counts=counts,
         local_targets=new(size, dtype=torch.int32),
         in_range=new(1, dtype=torch.int32),
+        number=new(1, dtype=torch.float32),
     )
     start(place_kernel, grid)(
         ids,
@@ -47,6 +48,7 @@ def pick_on_device(ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
         counts.view(torch.uint8),
         picked.count,
         picked.in_range,
+        picked.number,
         size,
         ignore_index,
         shard.start,

@@ -27,13 +27,12 @@ VECTORS = [
 ]
 
 
-@triton.jit(do_not_specialize=["N"])
-def grad_scale_kernel(
+@triton.jit
+def power_of_largest(
     nll_ptr,  # [N] upstream gradients
     lse_ptr,
     entropy_ptr,
     smooth_ptr,
-    grad_scale_ptr,  # [1]: out
     N,
     scale,
     BLOCK: tl.constexpr,
@@ -42,8 +41,8 @@ def grad_scale_kernel(
     HAS_ENTROPY: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
 ):
-    """Computes a power of two close to the largest finite upstream gradient times `scale`. Without
-    it a mean over tokens puts d_logits below fp16's smallest number. A single program."""
+    """Returns a power of two close to the largest finite upstream gradient times `scale`. Without
+    it a mean over tokens puts d_logits below fp16's smallest number."""
     largest = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -58,7 +57,7 @@ def grad_scale_kernel(
     # Clamped to normal numbers, whose exponent bits alone are that power of two.
     size = tl.minimum(tl.maximum(largest * scale, 7.9e-31), 1e38)
     power = (tl.max(size, 0).to(tl.int32, bitcast=True) >> 23) << 23
-    tl.store(grad_scale_ptr, power.to(tl.float32, bitcast=True))
+    return power.to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=VECTORS)
@@ -74,8 +73,8 @@ def upstream_kernel(
     entropy_grad_ptr,
     smooth_grad_ptr,
     entropy_ptr,  # [N] nats
-    dropped_ptr,  # [N] mass
-    grad_scale_ptr,  # [1]
+    dropped_ptr,  # [N] log of the sum over columns not kept: see `Marks.log_dropped`
+    grad_scale_ptr,  # [1] the power of two by which gradients below are divided: out
     upstream_ptr,  # [7, N_padded]: see `exact_logits_kernel`: out
     row_ptr,  # [N_padded] int64: row of each token: out
     read_row_ptr,  # [N_padded] int64: as above, but never an ignored token's row: out
@@ -85,6 +84,7 @@ def upstream_kernel(
     N,
     scale,
     mean_scale,  # scale over the size of the vocabulary
+    largest_scale,  # of `power_of_largest`
     TOKENS: tl.constexpr,
     HAS_ORDER: tl.constexpr,
     HAS_NLL: tl.constexpr,
@@ -93,6 +93,7 @@ def upstream_kernel(
     HAS_SMOOTH: tl.constexpr,  # the mean of softcapped logits: adds to every element of d_logits
     HAS_MEAN: tl.constexpr,  # the mean of linear logits: added separately
     HAS_TAIL: tl.constexpr,
+    DIVIDES: tl.constexpr,  # by `power_of_largest`; else by 1
 ):
     """Writes the upstream gradients of a block of tokens. Tokens that don't count get gradients 0,
     and an lse above any logit."""
@@ -106,7 +107,14 @@ def upstream_kernel(
     if HAS_ORDER:
         place = tl.load(order_ptr + token, mask=inside, other=0).to(tl.int32)
         first = tl.load(order_ptr).to(tl.int32)
-    grad_scale = tl.load(grad_scale_ptr)
+    grad_scale = 1.0
+    if DIVIDES:
+        # Each program finds it: the gradients are few, and a launch costs as much as reading them.
+        grad_scale = power_of_largest(
+            nll_grad_ptr, lse_grad_ptr, entropy_grad_ptr, smooth_grad_ptr, N, largest_scale, 1024,
+            HAS_NLL, HAS_LSE, HAS_ENTROPY, HAS_SMOOTH,
+        )  # fmt: skip
+    tl.store(grad_scale_ptr, grad_scale, mask=tl.program_id(0) == 0)
     zero = tl.zeros((TOKENS,), tl.float32)
     probability = zero
     of_target = zero
@@ -142,7 +150,8 @@ def upstream_kernel(
     target = tl.load(local_target_ptr + place, mask=counts, other=-1).to(tl.int32)
     tl.store(target_ptr + token, target)
     if HAS_TAIL:
-        dropped = tl.load(dropped_ptr + place, mask=counts, other=0.0)
+        log_dropped = tl.load(dropped_ptr + place, mask=counts, other=float("-inf"))
+        dropped = tl.exp2((log_dropped - lse) * LOG2E)
         tl.store(tail_mass_ptr + token, probability * scale * dropped)
     if HAS_MEAN:
         tl.store(mean_ptr + token, of_mean)

@@ -32,6 +32,7 @@ def place_kernel(
     counts_ptr,  # [N] uint8: whether it counts
     count_ptr,  # [1] int32: how many do
     in_range_ptr,  # [1] int32: 1 if all ids that count are classes
+    number_ptr,  # [1] fp32: the larger of `count` and 1
     N,
     ignore_index,
     first_class,
@@ -65,3 +66,4 @@ def place_kernel(
     if program == 0:
         tl.store(count_ptr, count)
         tl.store(in_range_ptr, (beyond == 0).to(tl.int32))
+        tl.store(number_ptr, tl.maximum(count, 1).to(tl.float32))
