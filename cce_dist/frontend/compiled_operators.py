@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cce_dist.algorithm.autograd import Call, Selection, TwoPass
+from cce_dist.algorithm.autograd import Selection, TwoPass
+from cce_dist.algorithm.call import Call
 from cce_dist.algorithm.plan import Plan, plan_of, wanted_of
 from cce_dist.algorithm.saved import put_together, take_apart
 from cce_dist.backends.protocol import Scores

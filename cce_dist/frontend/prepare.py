@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cce_dist.algorithm.autograd import Call, InForward, TwoPass
+from cce_dist.algorithm.autograd import InForward, TwoPass
+from cce_dist.algorithm.call import Call
 from cce_dist.algorithm.once import without_autocast
 from cce_dist.algorithm.plan import plan_of
 from cce_dist.core.types import accumulate_dtype

@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from cce_dist.algorithm.autograd import Call
+from cce_dist.algorithm.call import Call
 from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.protocol import ForwardRequest, Room, Scores
 from cce_dist.core.stats import Stats

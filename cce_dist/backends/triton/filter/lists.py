@@ -13,18 +13,16 @@ import triton
 from torch import Tensor
 
 from cce_dist.backends.triton.filter.marks import Marks
-from cce_dist.backends.triton.kernels.filter.column_lists import (
-    chunks_kernel,
-    key_kernel,
-    segments_kernel,
-    tiles_kernel,
-)
+from cce_dist.backends.triton.kernels.filter.column_lists import chunks_kernel, tiles_kernel
+from cce_dist.backends.triton.kernels.filter.column_order import key_kernel, sort_kernel
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import tiles_for
 from cce_dist.options import TOKEN_BLOCK
 
 # Columns of one tile of the backward.
 TILE = 128
+# Of `sort_kernel`: columns of a program, values of a digit, and what a program compares at a time.
+PART, DIGITS, AT_ONCE = 1024, 256, 16
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Lists:
     """
 
     draws: bool
-    order: Tensor  # [num_tiles * TILE] int32
+    order: Tensor  # [at least num_tiles * TILE] int32, 0 beyond the columns
     starts: Tensor  # [num_blocks + 2, num_tiles + 1] int32: entries before a tile, see tiles_kernel
     blocks: Tensor  # [num_tiles, num_blocks] int32: blocks that keep a column of the tile
     position: Tensor  # [num_tiles, num_blocks] int16: a block's place among these
@@ -67,12 +65,12 @@ class Lists:
         def int32(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=torch.int32, device=weight.device)
 
-        order = _order_of(marks, num_blocks, draws)
-        shape = num_blocks + 2, num_tiles + 1
-        num_active, counts = int32_zeros(weight.device, (1,), shape)
+        parts = triton.cdiv(num_columns, PART)
+        shapes = (1,), (num_blocks + 2, num_tiles + 1), (2, parts, DIGITS)
+        num_active, counts, tallies = int32_zeros(weight.device, *shapes)
         lists = cls(
             draws=draws,
-            order=int32(num_tiles * TILE),
+            order=_order_of(marks, num_blocks, tallies, draws),
             starts=counts,
             blocks=int32(num_tiles, num_blocks),
             position=torch.empty(num_tiles, num_blocks, dtype=torch.int16, device=weight.device),
@@ -89,7 +87,6 @@ class Lists:
         start(tiles_kernel, (num_tiles,))(
             marks.kept,
             marks.drawn,
-            order,
             lists.order,
             counts,
             lists.blocks,
@@ -124,10 +121,7 @@ class Lists:
     def _cut(self, windows: tuple[int, int], step: int, segment: int, padded: int) -> None:
         """Cuts the tiles into chunks, and computes where each block's list stands in a chunk."""
         num_tiles, num_blocks = self.blocks.shape
-        start(chunks_kernel, (1,))(
-            self.starts, self.first, self.num_chunks, num_tiles, num_blocks, *windows, BLOCK=1024
-        )
-        start(segments_kernel, (self.max_chunks,))(
+        start(chunks_kernel, (self.max_chunks,))(
             self.starts,
             self.first,
             self.num_chunks,
@@ -135,6 +129,8 @@ class Lists:
             self.segment,
             num_tiles,
             num_blocks,
+            *windows,
+            BLOCK=1024,
             BLOCKS=padded,
             ROWS=step,
             SEGMENT=segment,
@@ -170,22 +166,52 @@ class ListedLogits:
         return workspace
 
 
-def _order_of(marks: Marks, num_blocks: int, draws: bool) -> Tensor:
-    """Orders the columns by `key_kernel`: those kept by many blocks come first, [V_local] int64."""
+def _order_of(marks: Marks, num_blocks: int, tallies: Tensor, draws: bool) -> Tensor:
+    """Orders the columns by `key_kernel`: those kept by many blocks come first, [size] int32 with
+    0 beyond the columns.
+
+    Args: tallies: [2, parts, DIGITS] int32 zeros, written.
+    """
     num_columns, words = marks.kept.shape
-    key = torch.empty(num_columns, dtype=torch.int16, device=marks.kept.device)
-    block = 256
-    start(key_kernel, (triton.cdiv(num_columns, block),))(
+    block, int32 = 256, torch.int32
+    size, parts = triton.cdiv(num_columns, block) * block, tallies.shape[1]
+    key, half, order = (
+        torch.empty(size, dtype=dtype, device=marks.kept.device)
+        for dtype in (int32, torch.int64, int32)
+    )
+    start(key_kernel, (size // block,))(
         marks.kept,
         marks.drawn,
         key,
+        tallies,
         num_columns,
         num_blocks,
         words,
         BLOCK_V=block,
         HAS_DRAWN=draws,
+        PART=PART,
+        DIGITS=DIGITS,
     )
-    return torch.sort(key, stable=True).indices
+    # torch's sort takes eight launches, which cost the host more than the device.
+    for taken, tally, out, highest in (
+        (key, tallies[0], half, False),
+        (half, tallies[1], order, True),
+    ):
+        start(sort_kernel, (parts,))(
+            taken,
+            tally,
+            out,
+            tallies[1],
+            num_columns,
+            size,
+            parts,
+            PART=PART,
+            DIGITS=DIGITS,
+            AT_ONCE=AT_ONCE,
+            HIGHEST=highest,
+            num_warps=8,
+        )
+    return order
 
 
 def int32_zeros(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:

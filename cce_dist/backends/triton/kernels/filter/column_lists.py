@@ -1,4 +1,4 @@
-"""The backward's lists of columns, from column masses: marks, an order of columns, its chunks."""
+"""The backward's lists of columns: marks, from column masses; tiles of ordered columns; chunks."""
 
 import triton
 import triton.language as tl
@@ -98,78 +98,11 @@ def marks_kernel(
             drawn = tl.zeros((BLOCK_V,), tl.int64)
 
 
-@triton.jit
-def place_in_gray_code(bits):
-    """Returns the place of a number of up to 16 bits in Gray code."""
-    bits ^= bits >> 1
-    bits ^= bits >> 2
-    bits ^= bits >> 4
-    return bits ^ (bits >> 8)
-
-
-@triton.jit(do_not_specialize=["num_blocks", "words"])
-def key_kernel(
-    kept_ptr,  # [V, words] int64
-    drawn_ptr,  # [V, words] int64
-    key_ptr,  # [V] int16: sorting by it puts columns of many blocks first: out
-    V,
-    num_blocks,
-    words,
-    BLOCK_V: tl.constexpr,
-    HAS_DRAWN: tl.constexpr,
-):
-    """Computes keys of columns, in whose order the columns of a tile mostly share token blocks.
-
-    All blocks are split into 8 runs, and into 16 half runs. The key holds, from its highest digit:
-    - the number of runs with a block that keeps the column, most first;
-    - which runs these are, as a place in a Gray code, whose neighbours differ in one run;
-    - which halves of the first two of these runs; or, in a single run, whether one 64th of all
-      blocks holds all, and which.
-
-    Columns that are only drawn come next, then all others, both in their own order, by keys that
-    differ: a sort counts equal keys one by one. Sorting 16-bit keys takes half as long as 32-bit
-    keys. docs/design/backward.md#the-order-of-columns.
-    """
-    columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = columns < V
-    of16 = tl.zeros((BLOCK_V,), tl.int32)
-    first = tl.full((BLOCK_V,), 64, tl.int32)
-    last = tl.zeros((BLOCK_V,), tl.int32)
-    any_drawn = tl.zeros((BLOCK_V,), tl.int64)
-    for word in range(words):
-        at = columns.to(tl.int64) * words + word
-        kept = tl.load(kept_ptr + at, mask=inside, other=0)
-        if HAS_DRAWN:
-            any_drawn |= tl.load(drawn_ptr + at, mask=inside, other=0)
-        # No block keeps most columns, nor their neighbours.
-        any_kept = tl.max((kept != 0).to(tl.int32), 0)
-        for lane in range(any_kept * tl.minimum(num_blocks - word * 64, 64)):
-            place = (word * 64 + lane) * 64 // num_blocks
-            has = ((kept >> lane) & 1).to(tl.int32)
-            of16 |= has << (15 - place // 4)
-            first = tl.where(has > 0, tl.minimum(first, place), first)
-            last = tl.where(has > 0, place, last)
-    of8 = tl.zeros((BLOCK_V,), tl.int32)
-    number = tl.zeros((BLOCK_V,), tl.int32)
-    halves = tl.zeros((BLOCK_V,), tl.int32)
-    for i in tl.static_range(8):
-        two = (of16 >> (14 - 2 * i)) & 3
-        halves = tl.where((two > 0) & (number < 2), (halves << 2) | two, halves)
-        of8 |= (two > 0).to(tl.int32) << (7 - i)
-        number += (two > 0).to(tl.int32)
-    detail = tl.where(number > 1, halves, first % 8 + tl.where(first == last, 0, 8))
-    key = ((8 - number) << 12) | (place_in_gray_code(of8) << 4) | detail
-    unkept_key = (tl.where(any_drawn != 0, 8, 9) << 12) + columns // tl.cdiv(V, 4096)
-    key = tl.where(number > 0, key, unkept_key) - 32768
-    tl.store(key_ptr + columns, key.to(tl.int16), mask=inside)
-
-
 @triton.jit(do_not_specialize=["num_blocks", "words"])
 def tiles_kernel(
     kept_ptr,  # [V, words] int64
     drawn_ptr,  # [V, words] int64
-    order_ptr,  # [V] int64: columns by `key_kernel`
-    order_padded_ptr,  # [num_tiles * TILE] int32: order, 0 beyond V: out
+    order_ptr,  # [num_tiles * TILE] int32: columns by `key_kernel`; any column beyond V
     counts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: entries of each block's list, of all
     # blocks', and of blocks that keep a column, in column tile + 1; zeros: out
     blocks_ptr,  # [num_tiles, num_blocks] int32: blocks that keep a column: out
@@ -187,8 +120,7 @@ def tiles_kernel(
     any; a program a tile."""
     tile = tl.program_id(0)
     at = tile * TILE + tl.arange(0, TILE)
-    column = tl.load(order_ptr + at, mask=at < V, other=0).to(tl.int32)
-    tl.store(order_padded_ptr + at, column)
+    column = tl.load(order_ptr + at)
     word_ptrs = column.to(tl.int64) * words
     list_ptr = blocks_ptr + tile.to(tl.int64) * num_blocks
     inverse_ptr = position_ptr + tile.to(tl.int64) * num_blocks
@@ -224,23 +156,33 @@ def chunks_kernel(
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: `counts_ptr`'s running sums
     first_ptr,  # [max_chunks + 1] int32: the first tile of each chunk, and where the last ends: out
     num_chunks_ptr,  # [1] int32: out
+    base_ptr,  # [max_chunks, num_blocks + 1] int32: first row of each block's list: out
+    segment_ptr,  # [max_chunks, num_blocks + 1] int32: first SDD task of each block: out
     num_tiles,
     num_blocks,
     rows_window,
     pairs_window,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # a power of two above num_blocks
+    ROWS: tl.constexpr,  # a list starts at a multiple of it
+    SEGMENT: tl.constexpr,  # entries of an SDD task
 ):
-    """Cuts the tiles into chunks; a single program.
+    """Cuts the tiles into chunks, and computes each block's first row and first SDD task of a
+    chunk; a program a chunk. Each program cuts all of them, and the first one writes the cuts.
 
     A chunk ends where the running sum of list entries, or of pairs of a tile and a block that keeps
     it, passes a multiple of its window. So a chunk holds at most a window and one tile of either.
     The last chunk ends with the last tile that has an entry.
     """
+    chunk = tl.program_id(0)
+    writes = chunk == 0
     total_ptr = starts_ptr + num_blocks * (num_tiles + 1)
     pairs_ptr = total_ptr + num_tiles + 1
     grand = tl.load(total_ptr + num_tiles)
     number = 0
     stop = 0
+    first = 0
+    last = 0
     for start in range(0, num_tiles, BLOCK):
         tile = start + tl.arange(0, BLOCK)
         inside = tile < num_tiles
@@ -253,32 +195,16 @@ def chunks_kernel(
         used = inside & (total < grand)
         is_first = (used & ((tile == 0) | (window != before))).to(tl.int32)
         place = number + tl.cumsum(is_first, 0) - is_first
-        tl.store(first_ptr + place, tile, mask=is_first > 0)
+        tl.store(first_ptr + place, tile, mask=(is_first > 0) & writes)
+        first += tl.sum(tl.where(place == chunk, is_first * tile, 0), 0)
+        last += tl.sum(tl.where(place == chunk + 1, is_first * tile, 0), 0)
         number += tl.sum(is_first, 0)
         stop += tl.sum(used.to(tl.int32), 0)
-    tl.store(num_chunks_ptr, number)
-    tl.store(first_ptr + number, stop)
-
-
-@triton.jit(do_not_specialize=["num_blocks"])
-def segments_kernel(
-    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
-    first_ptr,  # [max_chunks + 1] int32
-    num_chunks_ptr,  # [1] int32
-    base_ptr,  # [max_chunks, num_blocks + 1] int32: first row of each block's list: out
-    segment_ptr,  # [max_chunks, num_blocks + 1] int32: first SDD task of each block: out
-    num_tiles,
-    num_blocks,
-    BLOCKS: tl.constexpr,  # a power of two above num_blocks
-    ROWS: tl.constexpr,  # a list starts at a multiple of it
-    SEGMENT: tl.constexpr,  # entries of an SDD task
-):
-    """Computes each block's first row and first SDD task of a chunk; a program a chunk."""
-    chunk = tl.program_id(0)
-    if chunk >= tl.load(num_chunks_ptr):
+    tl.store(num_chunks_ptr, number, mask=writes)
+    tl.store(first_ptr + number, stop, mask=writes)
+    if chunk >= number:
         return
-    first = tl.load(first_ptr + chunk)
-    last = tl.load(first_ptr + chunk + 1)
+    last = tl.where(chunk + 1 == number, stop, last)
     block = tl.arange(0, BLOCKS)
     row_ptr = starts_ptr + block * (num_tiles + 1)
     length = tl.load(row_ptr + last, mask=block < num_blocks, other=0)
