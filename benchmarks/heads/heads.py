@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import gc
 import io
 import itertools
 import operator
@@ -25,7 +26,7 @@ from cce_dist.bench.golden import sampled_reference
 from cce_dist.bench.inputs import KINDS, MODELS, BenchInputs, Shape, make_inputs
 from cce_dist.bench.loss import Settings, bench_loss
 from cce_dist.bench.machine import fresh_compiler
-from cce_dist.bench.methods import DeviceLostError, Method, describe_failure, recover
+from cce_dist.bench.methods import DeviceLostError, Method, describe_failure
 from cce_dist.bench.report import Cells
 
 # In the order of their weights' sizes; their vocabularies and hidden sizes are those of MODELS.
@@ -155,7 +156,8 @@ def bench_heads(
                         append_rows(path, [{**cell, **row, **machine} for row in rows])
                         say(f"{name}: {_in_short(rows)}")
                     # Only now are the cell's tensors unreachable.
-                    recover(head.name, kind, torch.device(plan.device))
+                    gc.collect()
+                    torch.cuda.empty_cache()
                     lost = {row["method"]: row["failed"] for row in rows if row["failed"]}
                     complete &= lost.keys().isdisjoint(ours)
                     reasons |= {name: why for name, why in lost.items() if name not in ours}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from subprocess import STDOUT, CompletedProcess
+from types import SimpleNamespace
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -23,6 +27,7 @@ from cce_dist.bench.inputs import MODELS, Shape, make_inputs
 from cce_dist.bench.loss import Settings
 from cce_dist.bench.methods import METHODS, Method
 from tests.benchmarks.bench_cases import invoke, read_csv, refuse
+from tests.support.torchrun import run_forked
 
 LENIENT = Settings(repeats=3, host=False, strict=False, worst_error_ratio=3)
 
@@ -42,6 +47,14 @@ def tiny_plan(tmp_path: Path, *kinds: str) -> Plan:
 
 
 def test_bench_heads_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], stdout: TextIO, **options: Any) -> CompletedProcess[str]:
+        """Runs the command in a forked process, without its imports' seconds."""
+        assert command[:3] == [sys.executable, "-m", "cce_dist"]
+        code, output = run_forked(0, tmp_path / "out", *command[3:])
+        stdout.write(output)
+        return CompletedProcess(command, code)
+
+    monkeypatch.setattr(heads, "subprocess", SimpleNamespace(run=run, STDOUT=STDOUT))
     small = ("--layers", "1", "--batch", "2", "--sequence-length", "16")
     monkeypatch.setattr(heads, "TRAINING", small)
     monkeypatch.setattr(heads, "SEQUENCE", 16)
