@@ -14,7 +14,7 @@ JOBS=${JOBS:-8}             # tests at the same time
 
 export PATH="$PWD/.venv/bin:$PATH"
 if [[ $GPUS == 1 ]]; then
-    parts=(tests capture loss few softcap llama fidelity converge seeds train)
+    parts=(tests capture loss heads fidelity converge seeds train)
 else
     parts=(tests ranks pipeline train)
 fi
@@ -76,26 +76,8 @@ case $GPUS-$part in
         --method screened --method screened-e4m3 --method screened-copy --peers torch-compile,flash-attn,liger-8,cce,cce-exact \
         "${from_peers[@]}" --budget-seconds 1 --csv "$OUT/loss.csv" "$@"
     ;;
-1-few)
-    for tokens in 128 256 512 1024 2048 4096; do
-        bench loss "${on_gpu[@]}" --inputs zipf --tokens $tokens --vocab 256000 --dim 2304 \
-            --method dense --method filtered --method exact --method screened --peers none \
-            --passes loss+grad --budget-seconds .4 --csv "$OUT/few-$tokens.csv" "$@"
-    done
-    ;;
-1-softcap)
-    bench loss "${on_gpu[@]}" --inputs zipf --softcap 30 --passes loss+grad --passes forward \
-        --shape gemma2-2b --shape llama3-8b --method dense --method filtered --method exact \
-        --method screened --method screened-copy --peers cce,liger-8,torch-compile \
-        "${from_peers[@]}" --budget-seconds .6 --csv "$OUT/softcap.csv" "$@"
-    ;;
-1-llama)
-    bench capture --vocab 128256 --dim 4096 --layers 4 --batch 4 --tokens 8192 --step 100 \
-        --step 1000 --out "$OUT/captured-128k"
-    bench loss "${on_gpu[@]}" --inputs "$OUT/captured-128k/step-100.pt" \
-        --inputs "$OUT/captured-128k/step-1000.pt" --passes loss+grad --method dense \
-        --method filtered --method screened --method screened-e4m3 --method screened-copy \
-        --peers none --budget-seconds .6 --worst-error-ratio 3 --csv "$OUT/loss-128k.csv" "$@"
+1-heads)
+    bench heads "${from_peers[@]}" --csv "$OUT/heads.csv" --cache "$OUT/heads" "$@"
     ;;
 1-fidelity)
     bench fidelity "${captured[@]}" --device cuda "${from_peers[@]}" --repeats 5 \

@@ -40,8 +40,8 @@ RecordPath = Annotated[
 Inputs = Annotated[
     Names,
     typer.Option(
-        help="gaussian, zipf, zipf-shuffled, zipf-interleaved, or a file of `bench capture`; may "
-        "be repeated. [zipf]"
+        help="gaussian, flat, zipf, zipf-shuffled, zipf-interleaved, or a file of `bench capture`; "
+        "may be repeated. [zipf]"
     ),
 ]
 Shapes = Annotated[

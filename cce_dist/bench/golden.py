@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ GRADIENT_ERRORS = ("grad_hidden_error", "grad_weight_error")
 FP16_SCALE = 2.0**12
 # Numbers in a float64 temporary: 1 GiB.
 CHUNK_ELEMENTS = 2**27
+# Rows of each gradient in a sample.
+SAMPLE_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -80,26 +83,115 @@ def golden_gradients(inputs: BenchInputs, chunk: int | None = None) -> Gradients
     It takes `chunk` tokens at a time, since the logits of all tokens would not fit.
     """
     weight = inputs.weight.double()
-    chunk = chunk or max(64, min(2048, CHUNK_ELEMENTS // len(weight)))
+    chunk = chunk or _chunk_of(inputs)
     loss = weight.new_zeros(())
     grad_weight = torch.zeros_like(weight)
     grad_hidden = torch.zeros_like(inputs.hidden, dtype=torch.float64)
     valid = (inputs.targets != IGNORE_INDEX).nonzero().squeeze(1)
     for tokens in valid.split(chunk):
         rows, ids = inputs.hidden[tokens].double(), inputs.targets[tokens]
-        logits = rows @ weight.T
-        if inputs.softcap is not None:
-            logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
-        log_p = logits.log_softmax(-1)
-        loss -= log_p.gather(1, ids[:, None]).sum()
-        grad = log_p.exp_()
-        grad[torch.arange(len(ids), device=ids.device), ids] -= 1
-        if inputs.softcap is not None:
-            grad *= 1 - (logits / inputs.softcap) ** 2
+        nll, grad = _nll_and_grad(rows @ weight.T, ids, inputs.softcap)
+        loss += nll
         grad_hidden[tokens] = grad @ weight
         grad_weight.addmm_(grad.T, rows)
     count = max(len(valid), 1)
     return Gradients(loss / count, grad_hidden.div_(count), grad_weight.div_(count))
+
+
+def _chunk_of(inputs: BenchInputs) -> int:
+    return max(64, min(2048, CHUNK_ELEMENTS // len(inputs.weight)))
+
+
+def _nll_and_grad(
+    logits: Tensor,  # [n, V] without a softcap
+    targets: Tensor,  # [n] int64
+    softcap: float | None,
+    columns: Tensor | None = None,  # int64
+) -> tuple[Tensor, Tensor]:
+    """Returns the sum of the tokens' nll, and its gradient of those columns of the logits."""
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = logits.log_softmax(-1)
+    nll = -log_p.gather(1, targets[:, None]).sum()
+    if columns is None:
+        grad = log_p.exp_()
+        grad[torch.arange(len(targets), device=targets.device), targets] -= 1
+    else:
+        grad, logits = log_p[:, columns].exp_(), logits[:, columns]
+        grad -= (targets[:, None] == columns).to(grad.dtype)
+    if softcap is not None:
+        grad *= 1 - (logits / softcap) ** 2
+    return nll, grad
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Loss and gradients in float64, and the errors that the dense recipe has in the inputs' dtype.
+
+    Args:
+        tokens, ids: rows of the hidden and the weight gradient to compare; None: all rows.
+    """
+
+    golden: Gradients
+    dense: dict[str, float]
+    tokens: Tensor | None = None
+    ids: Tensor | None = None
+
+    def errors_of(self, method: LossFunction, inputs: BenchInputs) -> dict[str, float]:
+        grads = gradients(method, inputs)
+        if self.tokens is not None:
+            grads = Gradients(grads.loss, grads.hidden[self.tokens], grads.weight[self.ids])
+        return errors(grads, self.golden)
+
+
+def full_reference(inputs: BenchInputs) -> Reference:
+    golden = golden_gradients(inputs)
+    recipe = functools.partial(dense_loss, softcap=inputs.softcap)
+    return Reference(golden, errors(gradients(recipe, inputs), golden))
+
+
+def sampled_reference(inputs: BenchInputs) -> Reference:
+    """Returns the reference of SAMPLE_ROWS rows of each gradient, in a third of the time.
+
+    Half of the weight's rows are those of drawn tokens' targets, so that frequent ids are among
+    them; the others are any ids. No target may be ignored.
+    """
+    device = inputs.targets.device
+    generator = torch.Generator(device).manual_seed(0)
+    num_tokens, vocab_size = len(inputs.targets), len(inputs.weight)
+    tokens = torch.randperm(num_tokens, generator=generator, device=device)[:SAMPLE_ROWS]
+    any_ids = torch.randperm(vocab_size, generator=generator, device=device)[: SAMPLE_ROWS // 2]
+    ids = torch.cat([inputs.targets[tokens[: SAMPLE_ROWS // 2]], any_ids]).unique()
+    golden = sampled_gradients(inputs, tokens, ids, torch.float64)
+    dense = sampled_gradients(inputs, tokens, ids, inputs.hidden.dtype)
+    return Reference(golden, errors(dense, golden), tokens, ids)
+
+
+@torch.no_grad()
+def sampled_gradients(
+    inputs: BenchInputs, tokens: Tensor, ids: Tensor, dtype: torch.dtype
+) -> Gradients:
+    """Computes the loss, and rows of both gradients, as the dense recipe does in `dtype`.
+
+    It takes some tokens at a time, and their logits alone are complete.
+
+    Args:
+        tokens, ids: rows of the hidden and the weight gradient, int64.
+    """
+    hidden, weight = inputs.hidden.to(dtype), inputs.weight.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    loss = torch.zeros((), dtype=wide, device=hidden.device)
+    count, parts = len(hidden), []
+    step = _chunk_of(inputs)
+    for rows, targets in zip(hidden.split(step), inputs.targets.split(step), strict=True):
+        logits = (rows @ weight.T).to(wide)
+        nll, grad = _nll_and_grad(logits, targets, inputs.softcap, ids)
+        loss += nll
+        parts.append(grad.div_(count).to(dtype))
+    grad_weight = torch.cat(parts).T @ hidden
+    logits = (hidden[tokens] @ weight.T).to(wide)
+    _, grad = _nll_and_grad(logits, inputs.targets[tokens], inputs.softcap)
+    return Gradients(loss / count, grad.div_(count).to(dtype) @ weight, grad_weight)
 
 
 def relative_error(ours: Tensor, golden: Tensor) -> float:

@@ -12,22 +12,31 @@ import torch
 from torch import Tensor
 
 # Vocabulary and hidden size of the heads in Cut Cross-Entropy, arXiv:2411.09009, tables 1 and A2,
-# and of another common one.
+# and of those that `cce-dist bench heads` measures.
 MODELS = {
+    "deepseek-v3": (129280, 7168),
     "gemma2-2b": (256000, 2304),
     "gemma2-9b": (256000, 3584),
     "gemma2-27b": (256000, 4608),
+    "gemma3-270m": (262144, 640),
+    "gemma3-27b": (262208, 5376),
     "llama3-8b": (128256, 4096),
+    "llama3-70b": (128256, 8192),
+    "llama3.2-1b": (128256, 2048),
     "mistral-nemo": (131072, 5120),
     "phi3.5-mini": (32064, 3072),
+    "qwen2.5-0.5b": (151936, 896),
     "qwen2.5-7b": (151936, 3584),
+    "smollm2-135m": (49152, 576),
 }
 # Number of tokens in the paper.
 MODEL_TOKENS = 8192
 
-KINDS = ("gaussian", "zipf", "zipf-shuffled", "zipf-interleaved")
+KINDS = ("gaussian", "flat", "zipf", "zipf-shuffled", "zipf-interleaved")
 # Number of ranks that "zipf-interleaved" deals the vocabulary out to.
 DEALT_TO = 4
+# Standard deviation of a new model's weight, and of the weight of "flat".
+INIT_STD = 0.02
 IGNORE_INDEX = -100
 
 # Constants of `zipf_tensors`, whose softmax stands in for a trained model's.
@@ -146,9 +155,9 @@ def make_inputs(
     hidden size are the file's.
 
     Args:
-        kind: "gaussian"; "zipf" (frequent tokens come first); "zipf-shuffled" (frequent tokens are
-            anywhere in the vocabulary); "zipf-interleaved" (each of four ranks has every fourth
-            token, its frequent ones first); or a file's path.
+        kind: "gaussian"; "flat" (a new model's softmax); "zipf" (frequent tokens come first);
+            "zipf-shuffled" (frequent tokens are anywhere in the vocabulary); "zipf-interleaved"
+            (each of four ranks has every fourth token, its frequent ones first); or a file's path.
     Raises:
         ValueError: `kind` is neither a known kind nor such a file.
     """
@@ -181,7 +190,8 @@ def make_inputs(
     hidden = torch.randn(num_tokens, dim, generator=generator, device=device)
     weight = torch.randn(vocab_size, dim, generator=generator, device=device)
     targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator, device=device)
-    return BenchInputs(kind, hidden.to(dtype), weight.div_(math.sqrt(dim)).to(dtype), targets)
+    weight.mul_(INIT_STD if kind == "flat" else 1 / math.sqrt(dim))
+    return BenchInputs(kind, hidden.to(dtype), weight.to(dtype), targets)
 
 
 def _renamed(inputs: BenchInputs, order: Tensor) -> BenchInputs:

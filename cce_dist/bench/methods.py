@@ -46,6 +46,7 @@ class Method:
         ranks: ranks that share the vocabulary can run it.
         softcap: takes a softcap.
         on_cpu: can run on a CPU; says nothing of peers, whose failure is reported.
+        exact: computes every column's gradient; of a peer.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Method:
     ranks: bool = False
     softcap: bool = False
     on_cpu: bool = True
+    exact: bool = True
 
     @property
     def is_ours(self) -> bool:
@@ -151,8 +153,12 @@ _METHODS = (
     # Within torch.compile(fullgraph=True).
     Method("filtered-compiled", "ours", _compiled, ranks=True, softcap=True, on_cpu=False),
     _peer("torch-compile", peers.compiled_dense, softcap=True),
-    _peer("cce", partial(peers.apple, "cce"), APPLE, ranks=True, softcap=True),
-    _peer("cce-kahan-full-c", partial(peers.apple, "cce_kahan_full_c"), APPLE, softcap=True),
+    _peer("cce", partial(peers.apple, "cce"), APPLE, ranks=True, softcap=True, exact=False),
+    _peer(
+        *("cce-kahan-full-c", partial(peers.apple, "cce_kahan_full_c"), APPLE),
+        softcap=True,
+        exact=False,
+    ),
     _peer("cce-exact", partial(peers.apple, "cce_exact"), APPLE, ranks=True, softcap=True),
     _peer("flash-attn", peers.flash_attention, "flash-attn"),
     _peer("liger-8", partial(peers.liger, 8), LIGER, softcap=True),

@@ -152,7 +152,7 @@ def test_bench_loss_keeps_to_its_budget() -> None:
         (["loss", "--shape", "1x2"], "shape must be one of"),
         (
             ["loss", "--inputs", "nonsense"],
-            "inputs must be one of ['gaussian', 'zipf',",
+            "inputs must be one of ['flat', 'gaussian',",
         ),
         (["loss", "--inputs", __file__], "inputs must be a file of `cce-dist bench capture`"),
         (["loss", "--method", "fastest"], "got ['fastest']"),

@@ -89,7 +89,7 @@ def test_every_command_is_one_of_the_benchmark_s(copy: Path, gpus: int) -> None:
     contexts = [parse(bench_arguments(c, gpus)) for c in commands if c not in tests]
     named = {context.info_name for context in contexts}
     if gpus == 1:
-        assert named == {"capture", "loss", "fidelity", "converge", "train"}
+        assert named == {"capture", "loss", "heads", "fidelity", "converge", "train"}
         slices = [c.params["work_slice"] for c in contexts if c.info_name == "converge"]
         # Three for all methods, and three for more seeds.
         assert sorted(slices) == ["0/3", "0/3", "1/3", "1/3", "2/3", "2/3"]

@@ -1,0 +1,1 @@
+"""Ten models' heads by numbers of tokens and inputs."""

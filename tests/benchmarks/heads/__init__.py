@@ -1,0 +1,1 @@
+"""Tests of `cce-dist bench`, and of the evidence."""
