@@ -248,7 +248,7 @@ def two_pass_backward(
         target_logit, *tensors = state
         # The state has only the tensors of the scores.
         like = _scores_like(plan, len(rows), torch.empty_like(weight, device="meta"))
-        scores, _ = take_apart(like)
+        selection, _ = take_apart(Selection(like, None))
         saved_entropy = entropy if plan.wanted.entropy else None
         ctx: Any = SimpleNamespace(
             saved_tensors=(
@@ -256,7 +256,7 @@ def two_pass_backward(
                 *tensors,
             ),
             needs_input_grad=tuple(needs),
-            selection=Selection(scores, None),
+            selection=selection,
             call=call,
             target=None,
             store=None,
