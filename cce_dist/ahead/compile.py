@@ -58,12 +58,14 @@ def compile_ahead(calls: HeadCalls, device: Device, cache: Path | None = None) -
     Raises:
         ValueError: the loss refuses a call on this device, kernels are interpreted, or this Triton
             cannot compile without a launch.
+        OSError: the folder cannot be made.
     """
     if interpreted():
         raise ValueError("TRITON_INTERPRET must be 0 to compile, got 1")
     if not can_compile_only():
         raise ValueError(f"triton must be 3.6 or later to compile ahead, got {triton.__version__}")
     folder = Path(cache or knobs.cache.dir).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     compiled: list[tuple[str, str, bool, float]] = []
 
     def note(metadata: Mapping[str, Any], times: Any, cache_hit: bool, **rest: object) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TRAINING = (".yaml", ".yml")
 TOKENS = 8192
-# Options of LossOptions that have options of their own.
+# The classes of the options that have options of their own.
 RECORDS = {"filter": "Filter", "screen": "Screen"}
 
 
@@ -72,7 +72,8 @@ def compile_command(
             left = {"--tokens": tokens, "--tp": tp, "--dtype": dtype, "--loss": loss}
             calls = calls_of_training(Path(name), ranks, left)
         else:
-            calls = calls_of_model(name, tokens or TOKENS, tp, dtype or "bfloat16", loss or ())
+            num_tokens = TOKENS if tokens is None else tokens
+            calls = calls_of_model(name, num_tokens, tp, dtype or "bfloat16", loss or ())
         reports = {each: compile_ahead(calls, device, cache) for each, device in devices}
         findings = {each: describe(report) for each, report in reports.items()}
         hand_over(findings, json_path, lambda: show(findings))
@@ -99,7 +100,7 @@ def calls_of_training(path: Path, num_ranks: int, left: dict[str, object]) -> He
     from cce_dist.train.model.head import options_of_nll
 
     for option, value in left.items():
-        if value:
+        if value not in (None, []):
             raise ValueError(f"{option} must be left out with {path}, whose keys say it")
     try:
         config = load_config(path, num_ranks=num_ranks)
@@ -111,6 +112,7 @@ def calls_of_training(path: Path, num_ranks: int, left: dict[str, object]) -> He
             "parallel.vocab_over_pipeline must be false to compile ahead, got true: a pipeline's "
             "head compiles when it warms up"
         )
+    sequences = config.batch // (config.microbatches if parallel.pp > 1 else 1)
     options = replace(config.loss, sequence_parallel=parallel.sequence_parallel)
     nll = replace(options_of_nll(options), sequence_parallel=parallel.sequence_parallel)
     logged = replace(options, stats=stats_of(options))
@@ -118,9 +120,7 @@ def calls_of_training(path: Path, num_ranks: int, left: dict[str, object]) -> He
         config.data.vocab_size,
         config.model.dim,
         getattr(torch, config.dtype),
-        config.batch
-        // (config.microbatches if parallel.pp > 1 else 1)
-        * config.data.sequence_length,
+        sequences * config.data.sequence_length,
         trained=(options, logged) if logged.stats else (options,),
         evaluated=(nll,),
         # A run's head has a group, be it of one rank.
