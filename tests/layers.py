@@ -25,6 +25,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {PUBLIC: set()},
     {"planner": set()},
     {"pipeline": {"torch"}},
+    {"ahead": {"torch", "triton"}},
     {"integrations": ANY},
     {"train": ANY},
     {"testing": {"torch", "triton", "numpy"}},
@@ -48,6 +49,7 @@ ONLY = {
 # ... and all that import these.
 ONLY_IN = {"reference": {"testing", "bench"}, "testing": {"bench", "doctor"}}
 TORCH_DISTRIBUTED_IN = {
+    "ahead",
     "bench",
     "cli",
     "distributed",

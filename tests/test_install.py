@@ -37,7 +37,7 @@ FRAMEWORKS = ("torchtitan", "transformers", "trl")
 # Extras that bring what another brings.
 BRINGS = {"bench": "train"}
 # Without Triton, which torch's CUDA build brings, and without what extras bring.
-OPTIONAL = r"cce_dist\.(backends\.(triton|empty_shard)|integrations|train|bench|testing)\b.*"
+OPTIONAL = r"cce_dist\.(backends\.(triton|empty_shard)|ahead|integrations|train|bench|testing)\b.*"
 # Subcommands that train, or read what training has written.
 TRAINING = ("train", "eval", "bench train")
 # Those that no installed package has.
@@ -46,6 +46,7 @@ PLAIN = {
     "--device": "cpu",
     "--dtype": "float32",
     "--backend": "torch",
+    "--arch": "sm_90",
     "--shape": "64x600x16",
     "--vocab": "600",
     "--dim": "16",

@@ -14,6 +14,7 @@ from cce_dist.bench.cli import app as bench_app
 from cce_dist.needs.checkout import REPORT, CheckoutGroup, add_checkout_commands
 from cce_dist.needs.extras import need_modules
 
+from .compile import compile_command
 from .doctor import doctor
 from .eval import evaluate
 from .plan import app as plan_app
@@ -111,6 +112,7 @@ def train(
     raise typer.Exit(code)
 
 
+app.command("compile")(compile_command)
 app.command("doctor")(doctor)
 app.command("eval")(evaluate)
 app.add_typer(bench_app, name="bench")

@@ -135,7 +135,8 @@ def model_command(
         if json_path is not None and json_path.is_dir():
             raise ValueError(f"json must be a file, got the folder {json_path}")
         require_picture(plot_path)
-        model, notes = _model(name, layers)
+        model, notes = read_model(name)
+        model = model if layers is None else replace(model, layers=layers)
         numbers, kernels = _numbers(hardware, software, number or [])
         options["software"] = kernels
         job = Job(**{key: options[key] for key in Job.__dataclass_fields__})
@@ -163,13 +164,9 @@ def _advice(plan: Plan, *, is_asked: bool) -> str:
     return f"nothing tried fits, up to {nearest.tried}: more ranks, or a smaller model"
 
 
-def _model(name: str, layers: int | None) -> tuple[Model, tuple[str, ...]]:
-    notes: tuple[str, ...] = ()
-    if Path(name).exists():
-        model, notes = read_config(name)
-    else:
-        model = find_model(name)
-    return (model if layers is None else replace(model, layers=layers)), notes
+def read_model(name: str) -> tuple[Model, tuple[str, ...]]:
+    """Returns the model of a preset's name, of a config.json or of its folder; and notes on it."""
+    return read_config(name) if Path(name).exists() else (find_model(name), ())
 
 
 def _numbers(hardware: str, software: str, pairs: list[str]) -> tuple[Hardware, Software]:

@@ -23,7 +23,11 @@ from cce_dist.backends.protocol import (
 from cce_dist.backends.triton import grads as triton_grads
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import blocks_padded, keep, order_dtype
-from cce_dist.backends.triton.launch.start import can_compile_only, compile_only
+from cce_dist.backends.triton.launch.start import (
+    can_compile_only,
+    compile_only,
+    is_compiling_only,
+)
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.backends.triton.stats import forward
 from cce_dist.core.slower import warn_slower
@@ -61,7 +65,8 @@ def warm_up(
     compiled at their first launch.
     """
     weight, num_blocks = head.weight, triton.cdiv(len(tokens), TOKEN_BLOCK)
-    if interpreted() or torch.cuda.is_current_stream_capturing():
+    # Within `compile_only` the call itself compiles.
+    if interpreted() or is_compiling_only() or torch.cuda.is_current_stream_capturing():
         return
     if not can_compile_only():
         warn_slower(

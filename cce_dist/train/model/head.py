@@ -68,17 +68,22 @@ def make_token_nll(config: TrainConfig, layout: HeadLayout) -> HeadLoss:
 
     The softmax is that of training's logits; the objective's further terms are left out.
     """
-    options = LossOptions(
-        reduction="none",
-        softcap=config.loss.softcap,
-        logit_scale=config.loss.logit_scale,
-        gradient="exact",
-        backend=config.loss.backend,
-        workspace_bytes=config.loss.workspace_bytes,
-    )
+    options = options_of_nll(config.loss)
     return _in_dtype(
         lambda hidden, weight, targets, stats: _cce_loss(hidden, weight, targets, options, layout),
         getattr(torch, config.dtype),
+    )
+
+
+def options_of_nll(loss: LossOptions) -> LossOptions:
+    """Returns the options of `make_token_nll`, for training's."""
+    return LossOptions(
+        reduction="none",
+        softcap=loss.softcap,
+        logit_scale=loss.logit_scale,
+        gradient="exact",
+        backend=loss.backend,
+        workspace_bytes=loss.workspace_bytes,
     )
 
 

@@ -23,6 +23,8 @@ CPU = torch.device("cpu")
 class Recorded:
     """What `start` needs of a kernel."""
 
+    __name__ = "recorded_kernel"
+
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any, tuple[Any, ...]]] = []
 

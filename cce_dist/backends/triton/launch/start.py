@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +28,36 @@ from torch.utils._python_dispatch import _disable_current_modes
 from cce_dist.backends.triton.launch.loading import load_one_at_a_time
 from cce_dist.core.observer import Arguments, Observer, observer
 
+
+@dataclass
+class Compilation:
+    """A kernel's compilation by `compile_only`."""
+
+    name: str
+    result: Any  # a CompiledKernel, or its FutureKernel
+    error: Exception | None = None  # of the compilation, or of the load; known when both are done
+
+    @property
+    def kernel(self) -> Any:
+        """Returns the compiled kernel; None if it could not be compiled."""
+        is_future = isinstance(self.result, triton.FutureKernel)
+        return self.result.kernel if is_future else self.result
+
+    def finish(self, device: torch.device) -> None:
+        """Loads the kernel onto the device, and compiles and loads the host's code that launches
+        it."""
+        if self.kernel is None:
+            self.error = self.result and self.result.future.exception()
+            return
+        try:
+            with torch.cuda.device(device):
+                _ = self.kernel.run
+        except Exception as error:
+            self.error = error
+
+
 # The kernels that the current `compile_only` compiles; None: kernels are started.
-_compiled: ContextVar[list[Any] | None] = ContextVar("cce_dist_compiled", default=None)
+_compiled: ContextVar[list[Compilation] | None] = ContextVar("cce_dist_compiled", default=None)
 
 
 def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -40,7 +69,7 @@ def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
         recorder = observer.get()
         return launch if recorder is None else _recorded(launch, kernel, grid, recorder)
     return lambda *args, **named: compiled.append(
-        kernel.warmup(*args, grid=grid, **options, **named)
+        Compilation(kernel.__name__, kernel.warmup(*args, grid=grid, **options, **named))
     )
 
 
@@ -79,31 +108,20 @@ def can_compile_only() -> bool:
 
 
 @contextlib.contextmanager
-def compile_only(device: torch.device) -> Iterator[None]:
+def compile_only(device: torch.device) -> Iterator[list[Compilation]]:
     """Makes `start` compile kernels and not start them; ends when all are compiled and loaded.
 
-    A kernel that cannot be compiled or loaded is skipped: its launch will say why.
+    A kernel that cannot be compiled or loaded is skipped: its launch will say why, and so does the
+    list of compilations, each binary once, that the context returns.
     """
-    compiled: list[Any] = []
+    compiled: list[Compilation] = []
     token = _compiled.set(compiled)
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ThreadPoolExecutor(min(16, workers or 1), "cce_dist compiles") as executor:
         try:
             with triton.AsyncCompileMode(executor, ignore_errors=True):
-                yield
+                yield compiled
         finally:
             _compiled.reset(token)
-        kernels = {id(kernel): kernel for kernel in map(_kernel_of, compiled)}
-        list(executor.map(functools.partial(_load, device=device), kernels.values()))
-
-
-def _kernel_of(compiled: Any) -> Any:
-    """Returns the kernel that `warmup` compiled, or None if it could not be compiled."""
-    return compiled.kernel if isinstance(compiled, triton.FutureKernel) else compiled
-
-
-def _load(kernel: Any, device: torch.device) -> None:
-    """Loads a kernel onto the device, and compiles and loads the host's code that launches it."""
-    if kernel is not None:
-        with torch.cuda.device(device), contextlib.suppress(Exception):
-            _ = kernel.run
+        compiled[:] = {id(each.result): each for each in compiled}.values()
+        list(executor.map(functools.partial(Compilation.finish, device=device), compiled))

@@ -15,24 +15,22 @@ compiles every variant for every GPU, through all stages.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
+from cce_dist.ahead.stand_in import DEVICES, stand_in
 from cce_dist.backends.protocol import (
     BackwardRequest,
     ColumnFilter,
@@ -54,13 +52,13 @@ from cce_dist.core.types import Head, Tokens, Upstream, Wanted
 from cce_dist.options import Screen
 from cce_dist.vocab_shard import VocabShard
 
-# Multiprocessors; of what size the rest is decides of no kernel.
+# Multiprocessors, whatever the GPU.
 PROGRAMS = 132
 TOKENS, COLUMNS = 256, 4096
 WORKSPACE_BYTES = 2**26
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Call:
     """What of a call decides which kernels are compiled for it."""
 
@@ -127,33 +125,17 @@ SKIPPED = (
 )
 
 
-class StandIn:
-    """Triton's driver, of a GPU of that compute capability."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        # Triton keeps a device's binaries apart from another's.
-        return self.capability
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
+_gpu = ExitStack()
 
 
-def stand_in(capability: int) -> None:
-    """From here on torch and Triton believe in the GPU."""
-    triton.runtime.driver.set_active(StandIn(capability))
-    torch.cuda.get_device_capability = lambda device=None: divmod(capability, 10)
+def believe_in(capability: int) -> None:
+    """From here on torch and Triton believe in a GPU of that compute capability."""
+    _gpu.close()
+    _gpu.enter_context(stand_in(replace(DEVICES[capability], multiprocessors=PROGRAMS)))
 
 
-def stand_in_for_tensors() -> None:
-    """From here on no tensor is uninitialised, and the GPU has a size."""
-    properties = SimpleNamespace(multi_processor_count=PROGRAMS, L2_cache_size=50 * 2**20)
-    torch.cuda.get_device_properties = lambda device=None: properties
+def fill_tensors() -> None:
+    """From here on no tensor is uninitialised."""
     # What no kernel has filled must not be taken for indices, but for `Call.exact`, which nobody
     # compiles only.
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
@@ -199,7 +181,7 @@ def skip_late_stages() -> None:
     CUDABackend.make_cubin = lambda *given: b""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Variant:
     """A kernel as a call starts it."""
 
@@ -231,7 +213,7 @@ class Variant:
 
     def compile(self) -> tuple[dict[str, Any], str | None]:
         """Its record, and the binary's hash, None if there is none."""
-        stand_in(self.capability)
+        believe_in(self.capability)
         fn = self.kernel.fn
         record = {
             "kernel": f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}",
@@ -260,7 +242,7 @@ def record_variants(jobs: list[str]) -> list[Variant]:
     with mock.patch.object(JITFunction, "warmup", recorded), torch.no_grad():
         for job in jobs:
             capability, _, names = job.partition(":")
-            stand_in(int(capability))
+            believe_in(int(capability))
             for name in names.split(","):
                 place.update(call=name, capability=int(capability))
                 if name in OTHERS:
@@ -300,7 +282,7 @@ def compile_call(call: Call) -> None:
     if call.everything:
         wanted = Wanted(smooth_logit=True, entropy=True, correct=True, moments=True)
     if call.screen is not None:
-        wanted = dataclasses.replace(wanted, screened=True)
+        wanted = replace(wanted, screened=True)
     room = Room(WORKSPACE_BYTES)
     store = None
     if call.keeps and call.screen is not None:
@@ -365,7 +347,7 @@ OTHERS = {"largest": compile_largest, "small": compile_small}
 
 
 def main(capabilities: list[int], jobs: list[str], *, whole: bool) -> None:
-    stand_in_for_tensors()
+    fill_tensors()
     if not whole:
         skip_late_stages()
     variants = record_variants(jobs)

@@ -23,20 +23,12 @@ from cce_dist.options import Screen
 
 pytest.importorskip("triton")
 
+from cce_dist.ahead.stand_in import DEVICES
 from cce_dist.backends.triton.forward.hopper import why_no_gluon
 
 SCRIPT = Path(__file__).parent / "compile_jobs.py"
 KERNELS = Path(__file__).parents[4] / "cce_dist/backends/triton/kernels"
-# Bytes of shared memory of a block, and of a multiprocessor, of which each block takes RESERVED.
-# https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
-MEMORY = {
-    80: (166912, 167936),
-    86: (101376, 102400),
-    89: (101376, 102400),
-    90: (232448, 233472),
-    100: (232448, 233472),
-    120: (101376, 102400),
-}
+# Bytes of a multiprocessor's shared memory that each block takes beside its own.
 RESERVED = 1024
 # Columns of tensor memory of a multiprocessor.
 TENSOR = 512
@@ -81,7 +73,8 @@ def why_not(record: dict[str, Any], capability: int) -> str | None:
     """Why that kernel cannot start there."""
     if "error" in record:
         return record["error"]
-    of_block, of_all = MEMORY[capability]
+    of_block = DEVICES[capability].shared_bytes
+    of_all = of_block + RESERVED
     residents = record["residents"]
     if record["shared"] > of_block:
         return f"{record['shared']} bytes of shared memory, and a block has {of_block}"

@@ -132,8 +132,8 @@ def logits_task(
         tl.store(workspace_ptr + place, grad)
 
 
-# One binary for every chunk.
-@triton.jit(do_not_specialize=["first_column", "num_columns"])
+# One binary for every chunk, and for every GPU of an architecture.
+@triton.jit(do_not_specialize=["first_column", "num_columns", "cached_blocks"])
 def exact_logits_kernel(
     hidden,  # [N, D] packed, a descriptor of BLOCK_N x BLOCK_D or a pointer
     weight,  # [V, D], of BLOCK_V x BLOCK_D

@@ -110,7 +110,7 @@ def centroid_kernel(
         tl.store(seen_ptr + split * GROUPS + group, seen)
 
 
-@triton.jit(do_not_specialize=["groups"])
+@triton.jit(do_not_specialize=["groups", "splits"])
 def merge_centroids_kernel(
     part_ptr,  # [splits, GROUPS, D]
     seen_ptr,  # [splits, GROUPS]

@@ -16,7 +16,7 @@ from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, log2_of
 from cce_dist.backends.triton.kernels.tokens.pack import shape_of
 
 
-@triton.jit(do_not_specialize=["N", "grid"])
+@triton.jit(do_not_specialize=["N", "programs", "cached_blocks", "grid"])
 def guard_parts_kernel(
     mass_ptr,  # [num_blocks, V], negative where kept
     count_ptr,  # [1] int32: tokens that count

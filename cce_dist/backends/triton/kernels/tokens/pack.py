@@ -35,7 +35,8 @@ def shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS: tl.conste
     return GROUPS * splits, tl.minimum(tl.cdiv(programs, splits), blocks)
 
 
-@triton.jit(do_not_specialize=["N", "grid"])
+# One binary for every GPU of an architecture.
+@triton.jit(do_not_specialize=["N", "programs", "cached_blocks", "grid"])
 def pack_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
     weight_ptr,  # [V, D], inner stride 1

@@ -1,0 +1,1 @@
+"""Compilation ahead of time: a job's kernels on a machine without a GPU."""

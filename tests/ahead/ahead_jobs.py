@@ -1,0 +1,172 @@
+"""A script that prints what Triton is asked to compile: `python ahead_jobs.py JOB ARGUMENT...`.
+
+A process of its own, in which kernels are not interpreted. Each job prints JSON; a key has a
+kernel's name, and what Triton tells its binaries apart by.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from triton import knobs
+
+from cce_dist import LossOptions, VocabShard, linear_cross_entropy
+from cce_dist.ahead.calls import HeadCalls
+from cce_dist.ahead.compile import compile_ahead
+from cce_dist.ahead.stand_in import DEVICES, Device, stand_in, tensors_without_memory
+from cce_dist.backends.triton import warm_up
+from cce_dist.backends.triton.launch.start import compile_only
+from cce_dist.backends.triton.tokens.pick import pick_on_device
+from cce_dist.cli.main import app
+
+CPU = torch.device("cpu")
+SMALL = HeadCalls(5000, 96, torch.bfloat16, 256, (LossOptions(),))
+KINDS = {
+    "filtered": SMALL,
+    "everything": replace(
+        SMALL,
+        trained=(LossOptions(gradient="exact", stats=("lse", "entropy", "logit_moments")),),
+        num_ranks=2,
+        tensors={"bias": torch.bfloat16, "grad_weight_into": torch.float32},
+    ),
+}
+Key = tuple[str, str]
+
+
+@contextmanager
+def asked(*, compiles: bool) -> Iterator[set[Key]]:
+    """Collects what Triton is asked for; without `compiles` it neither compiles nor launches."""
+    keys: set[Key] = set()
+
+    def note(key: str, fn: Any, **rest: object) -> bool:
+        keys.add((fn.name, key))
+        return not compiles
+
+    with mock.patch.object(knobs.runtime, "jit_cache_hook", note):
+        yield keys
+
+
+def ahead(calls: HeadCalls, device: Device) -> set[Key]:
+    with (
+        stand_in(device),
+        tensors_without_memory(),
+        asked(compiles=False) as keys,
+        compile_only(CPU),
+    ):
+        calls.make()
+    return keys
+
+
+def launched(calls: HeadCalls, device: Device) -> set[Key]:
+    """As a job asks: by its warm-up, and then by launches."""
+    warm_up._warmed_up.clear()
+    with stand_in(device), tensors_without_memory(), asked(compiles=False) as keys:
+        calls.make()
+    return keys
+
+
+def with_memory(calls: HeadCalls, device: Device) -> set[Key]:
+    """Of tensors that have memory, as a job's have."""
+    nothing: Callable[..., None] = lambda *args: None  # noqa: E731
+    with (
+        stand_in(device),
+        mock.patch.object(torch.Tensor, "is_cuda", True, create=True),
+        # What no kernel has written is no index, and has no truth.
+        mock.patch.multiple(torch, empty=torch.zeros, empty_like=torch.zeros_like),
+        mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros),
+        mock.patch("cce_dist.frontend.validation.require", nothing),
+        mock.patch("cce_dist.ranks.merge.require", nothing),
+        mock.patch("cce_dist.algorithm.plan.require_same_sizes", nothing),
+        mock.patch("cce_dist.ranks.merge.require_same_sizes", nothing),
+        asked(compiles=False) as keys,
+        compile_only(CPU),
+    ):
+        calls.make()
+    return keys
+
+
+def compare(calls: HeadCalls) -> dict[str, Any]:
+    """Returns, for each other way to ask, the keys that differ from those asked for ahead."""
+    device = DEVICES[90]
+    first = ahead(calls, device)
+    others = {
+        "launched": launched(calls, device),
+        "tensors with memory": with_memory(calls, device),
+        "a GPU with fewer multiprocessors": ahead(calls, replace(device, multiprocessors=16)),
+        "a GPU with less cache": ahead(calls, replace(device, cache_bytes=2**21)),
+        "another number of tokens": ahead(replace(calls, num_tokens=31 * 130), device),
+    }
+    return {"keys": len(first), **{way: sorted(first ^ keys) for way, keys in others.items()}}
+
+
+class Picks:
+    """A call that picks tokens alone: two small kernels."""
+
+    def make(self) -> None:
+        pick_on_device(torch.empty(256, dtype=torch.int64), -100, VocabShard(0, 5000, 5000))
+
+
+def compile_twice(cache: Path) -> list[dict[str, Any]]:
+    """Returns the reports of two compilations through all stages, and of one for a small GPU."""
+    device, calls = DEVICES[80], cast("HeadCalls", Picks())
+    devices = (device, device, replace(device, shared_bytes=0))
+    reports = [compile_ahead(calls, each, cache) for each in devices]
+    return [asdict(report) for report in reports]
+
+
+def check(cache: str) -> None:
+    """Prints what a machine without a GPU can tell."""
+    compared = {kind: compare(calls) for kind, calls in KINDS.items()}
+    print(json.dumps({"compared": compared, "twice": compile_twice(Path(cache))}, default=str))
+
+
+def run_command(*arguments: str) -> None:
+    """Runs the command, and prints the keys that it asked for."""
+    with asked(compiles=True) as keys:
+        app(arguments, standalone_mode=False)
+    print(json.dumps(sorted(keys)))
+
+
+def train(options: str, tokens: str) -> None:
+    """Computes losses on a GPU, with and without gradients. Prints the keys, and what was
+    compiled."""
+    compiled: list[str] = []
+
+    def note(metadata: dict[str, Any], cache_hit: bool, **rest: object) -> None:
+        if not cache_hit:
+            compiled.append(metadata["name"])
+
+    call = json.loads(options)
+    inputs = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    with (
+        asked(compiles=True) as keys,
+        mock.patch.object(knobs.compilation, "listener", note),
+    ):
+        for num_tokens in (int(tokens), int(tokens) + 1):
+            hidden, weight = torch.randn(num_tokens, 96, **inputs), torch.randn(5000, 96, **inputs)
+            targets = torch.randint(5000, (num_tokens,), device="cuda")
+            further = {name: tuple(x) if name == "stats" else x for name, x in call.items()}
+            if further.get("bias"):
+                further["bias"] = torch.randn(5000, **inputs)
+            for _ in range(3):  # computed, recorded, played
+                result = linear_cross_entropy(hidden, weight, targets, **further)
+                outputs = result if isinstance(result, tuple) else (result,)
+                sum(x.sum() for x in outputs if x is not None and x.requires_grad).backward()
+            with torch.no_grad():
+                linear_cross_entropy(hidden, weight, targets, **further)
+        torch.cuda.synchronize()
+    print(json.dumps({"keys": sorted(keys), "compiled": compiled}))
+
+
+JOBS = {"check": check, "command": run_command, "train": train}
+
+if __name__ == "__main__":
+    JOBS[sys.argv[1]](*sys.argv[2:])
