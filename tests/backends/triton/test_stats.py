@@ -37,7 +37,7 @@ from tests.support.loss_cases import generator
 def test_what_splits_have_summed_is_merged(place: Place, splits: int) -> None:
     """Of two blocks; some have summed nothing, in one the sum overflowed."""
     from cce_dist.backends.triton.kernels.forward.bounds import bound_kernel
-    from cce_dist.backends.triton.kernels.forward.forward import LAST, SLOTS
+    from cce_dist.backends.triton.kernels.forward.launches import LAST, SLOTS
 
     tokens, num = 128, 200
     size = 20 * 2 * tokens

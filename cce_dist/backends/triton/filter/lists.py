@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
 from cce_dist.backends.triton.filter.marks import Marks
-from cce_dist.backends.triton.kernels.filter.column_lists import chunks_kernel, tiles_kernel
+from cce_dist.backends.triton.kernels.filter.column_lists import (
+    chunks_kernel,
+    running_sums_kernel,
+    tiles_kernel,
+)
 from cce_dist.backends.triton.kernels.filter.column_order import key_kernel, sort_kernel
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import tiles_for
@@ -100,7 +104,7 @@ class Lists:
             TILE=TILE,
             HAS_DRAWN=draws,
         )
-        lists = replace(lists, starts=torch.cumsum(counts, 1, dtype=torch.int32))
+        start(running_sums_kernel, (num_blocks + 2,))(counts, num_tiles, BLOCK=1024)
         lists._cut(windows, step, segment, marks.blocks_padded)
         return lists
 

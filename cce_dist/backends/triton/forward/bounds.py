@@ -14,7 +14,7 @@ from torch import Tensor
 from cce_dist.backends.protocol import Bounds
 from cce_dist.backends.triton.forward.operands import ForwardBuffers
 from cce_dist.backends.triton.kernels.forward.bounds import bound_kernel, lower_kernel
-from cce_dist.backends.triton.kernels.forward.forward import LAST, PROBE
+from cce_dist.backends.triton.kernels.forward.launches import LAST, PROBE
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.options import TOKEN_BLOCK
 

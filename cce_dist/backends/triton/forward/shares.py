@@ -10,7 +10,7 @@ from torch import Tensor
 from cce_dist.backends.triton.filter.marks import MassFactors
 from cce_dist.backends.triton.forward.operands import Finished
 from cce_dist.backends.triton.forward.state import ForwardState
-from cce_dist.backends.triton.kernels.forward.forward import FIRST, LAST
+from cce_dist.backends.triton.kernels.forward.launches import FIRST, LAST
 from cce_dist.backends.triton.kernels.forward.shares import factors_kernel, launch_sums_kernel
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import interpreted

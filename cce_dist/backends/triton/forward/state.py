@@ -32,14 +32,14 @@ from cce_dist.backends.triton.forward.operands import (
     Launch,
 )
 from cce_dist.backends.triton.kernels.forward.finish import finish_kernel
-from cce_dist.backends.triton.kernels.forward.forward import (
+from cce_dist.backends.triton.kernels.forward.forward import forward_kernel
+from cce_dist.backends.triton.kernels.forward.launches import (
     AFTER_PROBE,
     ALONE,
     FIRST,
     LAST,
     PROBE,
     SLOTS,
-    forward_kernel,
 )
 from cce_dist.backends.triton.kernels.tokens.pack import pack_kernel
 from cce_dist.backends.triton.launch.arguments import (

@@ -151,9 +151,26 @@ def tiles_kernel(
         tl.atomic_max(num_active_ptr, tile + 1)
 
 
+@triton.jit
+def running_sums_kernel(
+    counts_ptr,  # [num_blocks + 2, num_tiles + 1] int32; in place
+    num_tiles,
+    BLOCK: tl.constexpr,
+):
+    """Sums a row of `tiles_kernel`'s counts up to each tile; a program a row. torch's cumsum takes
+    the host as long as five launches."""
+    row_ptr = counts_ptr + tl.program_id(0) * (num_tiles + 1)
+    before = 0
+    for start in range(0, num_tiles + 1, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        counts = tl.load(row_ptr + at, mask=at <= num_tiles, other=0)
+        tl.store(row_ptr + at, before + tl.cumsum(counts, 0), mask=at <= num_tiles)
+        before += tl.sum(counts, 0)
+
+
 @triton.jit(do_not_specialize=["num_blocks", "rows_window", "pairs_window"])
 def chunks_kernel(
-    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: `counts_ptr`'s running sums
+    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: see `running_sums_kernel`
     first_ptr,  # [max_chunks + 1] int32: the first tile of each chunk, and where the last ends: out
     num_chunks_ptr,  # [1] int32: out
     base_ptr,  # [max_chunks, num_blocks + 1] int32: first row of each block's list: out

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cce_dist.backends.triton.kernels.forward.forward import merged_reference, slot_of
+from cce_dist.backends.triton.kernels.forward.launches import merged_reference, slot_of
 from cce_dist.backends.triton.kernels.numbers import LOWEST, exp2_of
 
 

@@ -4,9 +4,17 @@ import triton
 import triton.language as tl
 
 from cce_dist.backends.triton.kernels.forward.extras import add_extras
+from cce_dist.backends.triton.kernels.forward.launches import (
+    ALONE,
+    LAST,
+    end_turn,
+    first_turn,
+    raise_reference,
+    slot_of,
+    start_state,
+    turns_before,
+)
 from cce_dist.backends.triton.kernels.numbers import (
-    HIGHEST,
-    LOWEST,
     exp2_of,
     load_tile,
     log2_scale_across,
@@ -16,170 +24,6 @@ from cce_dist.backends.triton.kernels.numbers import (
     softcapped,
     whole_sum,
 )
-
-# The launches of `forward_kernel`, in order: PROBE, FIRST to LAST, and, if logits are kept, two
-# that keep their logits. ALONE does the work of all of them, in LAST's place; AFTER_PROBE keeps all
-# logits, in FIRST's.
-PROBE = tl.constexpr(0)
-FIRST = tl.constexpr(1)
-LAST = tl.constexpr(4)
-AFTER_PROBE = tl.constexpr(11)
-ALONE = tl.constexpr(14)
-# States in memory: those of PROBE to LAST, which `shares.py` reads.
-SLOTS = tl.constexpr(5)
-# Splits whose sums a program reads at a time.
-READ_AT_ONCE = tl.constexpr(8)
-
-
-@triton.jit
-def raise_reference(
-    total,
-    dropped,
-    ref,
-    state_ptrs,  # [BLOCK_N] in the first field of [4, size]: see `forward_kernel`
-    size,
-    HAS_SCORE: tl.constexpr,
-    HAS_SURPLUS: tl.constexpr,
-    HAS_UNKEPT: tl.constexpr,
-):
-    """Changes the sums' reference from the state's to `ref`, which is not lower."""
-    gain = ref - tl.load(state_ptrs)
-    shrink = exp2_of(-gain)
-    earlier = tl.load(state_ptrs + size)
-    earlier_dropped = 0.0
-    surplus = 0.0
-    if HAS_SCORE:
-        earlier_dropped = tl.load(state_ptrs + 2 * size)
-    if HAS_SURPLUS:
-        # At first the sum is 0 and the gain infinite, whose product would be NaN.
-        before = whole_sum(total) + earlier
-        surplus = tl.load(state_ptrs + 3 * size) - tl.where(before > 0, gain * before, 0.0)
-    if HAS_UNKEPT:
-        surplus = tl.load(state_ptrs + 3 * size)
-    # Two threads may hold a token: both have to read before one of them writes.
-    tl.debug_barrier()
-    tl.store(state_ptrs, ref)
-    tl.store(state_ptrs + size, shrink * earlier)
-    if HAS_SCORE:
-        tl.store(state_ptrs + 2 * size, shrink * earlier_dropped)
-    if HAS_SURPLUS or HAS_UNKEPT:
-        tl.store(state_ptrs + 3 * size, shrink * surplus)
-    tl.debug_barrier()
-    return total * shrink[None, None, :], dropped * shrink[None, None, :]
-
-
-@triton.jit
-def slot_of(launch):
-    """Returns the slot of the state that a launch writes; it reads its predecessor's."""
-    return launch % SLOTS
-
-
-@triton.jit
-def turns_before(tile, split, splits):
-    """Returns the number of a split's tiles before a tile."""
-    return tl.maximum(tl.cdiv(tile - split, splits), 0)
-
-
-@triton.jit
-def turns_until(launch, num_turns):
-    """Returns the turn where a launch ends: each of FIRST to LAST ends four times as far."""
-    shift = tl.minimum(launch - LAST, 0) * -2
-    return (num_turns + (1 << shift) - 1) >> shift
-
-
-@triton.jit
-def first_turn(launch, num_turns):
-    """Returns a launch's first turn: the turn where the launch before ends."""
-    goes_on = (launch > FIRST) & (launch <= LAST)
-    return tl.where(goes_on, turns_until(launch - 1, num_turns), 0)
-
-
-@triton.jit
-def end_turn(launch, num_turns, splits):
-    """Returns the turn where a launch ends. PROBE computes one tile of each split; none if there is
-    only one split, which has no others to learn from."""
-    probed = tl.minimum(tl.minimum(num_turns, splits - 1), 1)
-    return tl.where(launch == PROBE, probed, turns_until(launch, num_turns))
-
-
-@triton.jit
-def merged_reference(before_ptrs, splits, stride, size, BLOCK_N: tl.constexpr):
-    """Returns [BLOCK_N] log2 of the sums of all splits; LOWEST where there is no sum."""
-    top = tl.full((BLOCK_N,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    for first in range(0, splits, READ_AT_ONCE):
-        refs = ()
-        parts = ()
-        # Few tokens have hundreds of splits: one read at a time would wait for each.
-        for i in tl.static_range(READ_AT_ONCE):
-            ptrs = before_ptrs + (first + i) * stride
-            refs = refs + (tl.load(ptrs, mask=first + i < splits, other=LOWEST),)  # noqa: RUF005
-            parts = parts + (tl.load(ptrs + size, mask=first + i < splits, other=0.0),)  # noqa: RUF005
-        for i in tl.static_range(READ_AT_ONCE):
-            # An overflowed sum is computed again at the end, and skipped here.
-            part = tl.where(parts[i] < float("inf"), parts[i], 0.0)
-            ref = tl.where(part > 0, refs[i], LOWEST)
-            higher = tl.maximum(top, ref)
-            total = total * exp2_of(top - higher) + part * exp2_of(ref - higher)
-            top = higher
-    return tl.where(total > 0, top + tl.log2(total), LOWEST)
-
-
-@triton.jit
-def start_state(
-    lower_ptrs,  # [BLOCK_N]
-    first_ptrs,  # [BLOCK_N] in the first field of the first split of the first slot
-    split_offset,  # of this split, from the first
-    splits,
-    stride,  # of two splits
-    size,
-    counts,  # [BLOCK_N]
-    launch,
-    BLOCK_N: tl.constexpr,
-    HAS_SCORE: tl.constexpr,
-    HAS_SURPLUS: tl.constexpr,
-    HAS_UNKEPT: tl.constexpr,
-    HAS_LOGITS: tl.constexpr,
-    IS_ROBUST: tl.constexpr,
-):
-    """Starts a launch's state from that of the launch before, relative to all splits' sums."""
-    state_ptrs = first_ptrs + slot_of(launch) * 4 * size + split_offset
-    before_ptrs = first_ptrs + slot_of(launch + SLOTS - 1) * 4 * size
-    ref = tl.load(lower_ptrs)
-    highest = ref
-    earlier = tl.zeros((BLOCK_N,), tl.float32)
-    earlier_dropped = earlier
-    surplus = earlier
-    if IS_ROBUST:
-        ref = tl.where(counts, LOWEST, HIGHEST)
-    elif (launch >= FIRST) & (launch < ALONE):
-        ref = tl.load(before_ptrs + split_offset)
-        merged = merged_reference(before_ptrs, splits, stride, size, BLOCK_N)
-        # Other ranks' sums may have raised the lower bound above it.
-        highest = tl.maximum(highest, merged)
-        # Kept logits take a reference that all splits share. The split's own reference is at most
-        # these two, but may be infinite where its sum overflowed.
-        if not HAS_LOGITS:
-            highest = tl.maximum(highest, ref)
-        # PROBE's sums were for references alone.
-        goes_on = (launch > FIRST) & (launch != AFTER_PROBE) & counts
-        earlier = tl.load(before_ptrs + split_offset + size, mask=goes_on, other=0.0)
-        if HAS_SCORE:
-            earlier_dropped = tl.load(
-                before_ptrs + split_offset + 2 * size, mask=goes_on, other=0.0
-            )
-        if HAS_SURPLUS or HAS_UNKEPT:
-            surplus = tl.load(before_ptrs + split_offset + 3 * size, mask=goes_on, other=0.0)
-    tl.store(state_ptrs, ref)
-    tl.store(state_ptrs + size, earlier)
-    tl.store(state_ptrs + 2 * size, earlier_dropped)
-    tl.store(state_ptrs + 3 * size, surplus)
-    tl.debug_barrier()
-    if not IS_ROBUST:
-        nothing = tl.zeros((8, 8, BLOCK_N), tl.float32)
-        raise_reference(
-            nothing, nothing, highest, state_ptrs, size, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
-        )
 
 
 @triton.jit
@@ -287,6 +131,7 @@ def forward_kernel(
     state_ptrs = state_ptr + slot_of(launch) * 4 * size + split * stride + rows
     num_turns = turns_before(end_tile, split, splits)
     num_turns = tl.where(block * BLOCK_N < count, num_turns, 0)
+    all_turns = num_turns
     turn = first_turn(launch, num_turns)
     num_turns = end_turn(launch, num_turns, splits)
     keeps_logits = (launch > LAST) & (launch < ALONE)
@@ -302,7 +147,7 @@ def forward_kernel(
             return
     start_state(
         lower_ptr + rows, state_ptr + rows, split * stride, splits, stride, size, rows < count,
-        launch, BLOCK_N, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT, HAS_LOGITS, IS_ROBUST,
+        launch, all_turns, BLOCK_N, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT, HAS_LOGITS, IS_ROBUST,
     )  # fmt: skip
     threshold = keep
     if not BY_LARGEST:

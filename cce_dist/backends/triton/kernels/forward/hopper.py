@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cce_dist.backends.triton.kernels import numbers
-from cce_dist.backends.triton.kernels.forward import forward
+from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper_softcap import add_softcapped
 from cce_dist.backends.triton.kernels.forward.hopper_state import end_stretch, start_state
 from cce_dist.backends.triton.kernels.forward.hopper_stats import (
@@ -38,11 +38,11 @@ from cce_dist.backends.triton.kernels.gluon_names import async_load, thread_barr
 
 GROUPS = gl.constexpr(2)
 
-slot_of = gluon.jit(forward.slot_of.fn)
-turns_until = gluon.jit(forward.turns_until.fn)
-turns_before = gluon.jit(forward.turns_before.fn)
-first_turn = gluon.jit(forward.first_turn.fn)
-end_turn = gluon.jit(forward.end_turn.fn)
+slot_of = gluon.jit(launches.slot_of.fn)
+turns_until = gluon.jit(launches.turns_until.fn)
+turns_before = gluon.jit(launches.turns_before.fn)
+first_turn = gluon.jit(launches.first_turn.fn)
+end_turn = gluon.jit(launches.end_turn.fn)
 
 
 @gluon.jit
@@ -128,6 +128,7 @@ def sum_tiles(
     block,
     split,
     splits,
+    num_turns,
     start_turn,
     stop_turn,
     launch,
@@ -168,10 +169,10 @@ def sum_tiles(
     stride = num_blocks * BLOCK_N
     state_offset = (GROUPS * split + group) * stride
     state_ptrs = state_ptr + slot_of(launch) * 4 * size + state_offset + token
-    before_ptrs = state_ptr + slot_of(launch + forward.SLOTS - 1) * 4 * size + token
+    before_ptrs = state_ptr + slot_of(launch + launches.SLOTS - 1) * 4 * size + token
     first_ref = start_state(
         lower_ptr + token, state_ptrs, before_ptrs, state_offset, GROUPS * splits, stride, size,
-        token < count, launch, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT,
+        token < count, launch, num_turns, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT,
     )  # fmt: skip
     ref_tile = of_token.index(4 * group)
     ref_tile.store(first_ref)
@@ -360,10 +361,10 @@ def hopper_forward_kernel(
                 (
                     0, bias_ptr, column_ptr, token_ptr, lower_ptr, state_ptr, mass_ptr,
                     extras_ptr, key_ptr, of_token, stat_tiles, e_tiles, c_tiles, full, empty, block,
-                    split, splits, start_turn, stop_turn, launch, num_blocks, count, size, N, V, D,
-                    scale, softcap, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS,
-                    HAS_SOFTCAP, HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS, HAS_ARGMAX,
-                    HAS_MOMENTS,
+                    split, splits, num_turns, start_turn, stop_turn, launch, num_blocks, count,
+                    size, N, V, D, scale, softcap, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES,
+                    HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS,
+                    HAS_ARGMAX, HAS_MOMENTS,
                 ),
             ),
             (
@@ -371,10 +372,10 @@ def hopper_forward_kernel(
                 (
                     1, bias_ptr, column_ptr, token_ptr, lower_ptr, state_ptr, mass_ptr,
                     extras_ptr, key_ptr, of_token, stat_tiles, e_tiles, c_tiles, full, empty, block,
-                    split, splits, start_turn, stop_turn, launch, num_blocks, count, size, N, V, D,
-                    scale, softcap, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS,
-                    HAS_SOFTCAP, HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS, HAS_ARGMAX,
-                    HAS_MOMENTS,
+                    split, splits, num_turns, start_turn, stop_turn, launch, num_blocks, count,
+                    size, N, V, D, scale, softcap, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES,
+                    HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS,
+                    HAS_ARGMAX, HAS_MOMENTS,
                 ),
             ),
             (

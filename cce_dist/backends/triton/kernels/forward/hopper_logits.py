@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cce_dist.backends.triton.kernels import numbers
-from cce_dist.backends.triton.kernels.forward import forward
+from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper import (
     GROUPS,
     load_tiles,
@@ -121,11 +121,11 @@ def keep_tiles(
     token = block * BLOCK_N + gl.arange(0, BLOCK_N, by_token)
     stride = num_blocks * BLOCK_N
     state_ptrs = state_ptr + slot_of(launch) * 4 * size + (GROUPS * split + group) * stride + token
-    before_ptrs = state_ptr + slot_of(launch + forward.SLOTS - 1) * 4 * size + token
+    before_ptrs = state_ptr + slot_of(launch + launches.SLOTS - 1) * 4 * size + token
     # All splits start as the first one does, so that they have the same reference.
     ref = start_state(
         lower_ptr + token, state_ptrs, before_ptrs, 0, GROUPS * splits, stride, size,
-        token < count, launch, False, False, False,
+        token < count, launch, num_turns, False, False, False,
     )  # fmt: skip
     gl.store(kept_ref_ptr + token, ref, mask=(token < N) & (split + group == 0))
     ref_tile = ref_tiles.index(group)

@@ -4,10 +4,71 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from cce_dist.backends.triton.kernels import numbers
-from cce_dist.backends.triton.kernels.forward import forward
+from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper_sums import whole_sum
 
 exp2_of = gluon.jit(numbers.exp2_of.fn)
+turns_until = gluon.jit(launches.turns_until.fn)
+expected_growth = gluon.jit(launches.expected_growth.fn)
+
+
+@gluon.jit
+def merged_reference(
+    before_ptrs,  # [BLOCK_N], a token a thread
+    splits,
+    stride,
+    size,
+    nothing,  # [BLOCK_N] zeros
+):
+    """Returns what `launches.merged_reference` does."""
+    top = nothing + numbers.LOWEST
+    total = nothing
+    for first in range(0, splits, launches.READ_AT_ONCE):
+        others = ()
+        parts = ()
+        for i in gl.static_range(launches.READ_AT_ONCE):
+            ptrs = before_ptrs + (first + i) * stride
+            there = first + i < splits
+            others = others + (gl.load(ptrs, mask=there, other=numbers.LOWEST),)  # noqa: RUF005
+            parts = parts + (gl.load(ptrs + size, mask=there, other=0.0),)  # noqa: RUF005
+        for i in gl.static_range(launches.READ_AT_ONCE):
+            # An overflowed sum is computed again at the end, and skipped here.
+            part = gl.where(parts[i] < float("inf"), parts[i], 0.0)
+            other = gl.where(part > 0, others[i], numbers.LOWEST)
+            higher = gl.maximum(top, other)
+            total = total * exp2_of(top - higher) + part * exp2_of(other - higher)
+            top = higher
+    return gl.where(total > 0, top + gl.log2(total), numbers.LOWEST)
+
+
+@gluon.jit
+def expected_reference(
+    before_ptrs,  # [BLOCK_N] of the first split
+    merged,
+    splits,
+    stride,
+    size,
+    launch,
+    num_turns,
+    nothing,
+):
+    """Returns what `launches.expected_reference` does."""
+    before = merged_reference(before_ptrs - 4 * size, splits, stride, size, nothing)
+    earliest = nothing + numbers.LOWEST
+    turns_of_earliest = 0
+    if launch == launches.LAST:
+        earliest = merged_reference(before_ptrs - 8 * size, splits, stride, size, nothing)
+        turns_of_earliest = turns_until(launch - 3, num_turns)
+    growth = expected_growth(
+        exp2_of(earliest - merged),
+        exp2_of(before - merged),
+        turns_of_earliest,
+        turns_until(launch - 2, num_turns),
+        turns_until(launch - 1, num_turns),
+        turns_until(launch, num_turns),
+        num_turns,
+    )
+    return merged + gl.log2(growth)
 
 
 @gluon.jit
@@ -21,40 +82,32 @@ def start_state(
     size,
     counts,
     launch,
+    num_turns,
     HAS_SCORE: gl.constexpr,
     HAS_SURPLUS: gl.constexpr,
     HAS_UNKEPT: gl.constexpr,
 ):
-    """Starts a state as `forward.start_state`; returns the reference, from all splits' sums,
+    """Starts a state as `launches.start_state`; returns the reference, from all splits' sums,
     [BLOCK_N]."""
     ref = gl.load(lower_ptrs)
     total = ref * 0.0
     dropped = total
     last = total
-    if (launch >= forward.FIRST) & (launch < forward.ALONE):
-        top = total + numbers.LOWEST
-        for first in range(0, splits, forward.READ_AT_ONCE):
-            others = ()
-            parts = ()
-            for i in gl.static_range(forward.READ_AT_ONCE):
-                ptrs = before_ptrs + (first + i) * stride
-                there = first + i < splits
-                others = others + (gl.load(ptrs, mask=there, other=numbers.LOWEST),)  # noqa: RUF005
-                parts = parts + (gl.load(ptrs + size, mask=there, other=0.0),)  # noqa: RUF005
-            for i in gl.static_range(forward.READ_AT_ONCE):
-                # An overflowed sum is computed again at the end, and skipped here.
-                part = gl.where(parts[i] < float("inf"), parts[i], 0.0)
-                other = gl.where(part > 0, others[i], numbers.LOWEST)
-                higher = gl.maximum(top, other)
-                total = total * exp2_of(top - higher) + part * exp2_of(other - higher)
-                top = higher
+    if (launch >= launches.FIRST) & (launch < launches.ALONE):
+        merged = merged_reference(before_ptrs, splits, stride, size, total)
         before = gl.load(before_ptrs + split_offset)
         # Other ranks' sums may have raised the lower bound.
         ref = gl.maximum(ref, before)
-        ref = gl.maximum(ref, gl.where(total > 0, top + gl.log2(total), numbers.LOWEST))
+        ref = gl.maximum(ref, merged)
+        expects = HAS_SCORE & (launch >= launches.LAST - 1) & (launch <= launches.LAST)
+        if expects:
+            expected = expected_reference(
+                before_ptrs, merged, splits, stride, size, launch, num_turns, total
+            )
+            ref = gl.maximum(ref, expected)
         shrink = exp2_of(before - ref)
         # PROBE's sums were for references alone.
-        goes_on = (launch > forward.FIRST) & counts
+        goes_on = (launch > launches.FIRST) & counts
         earlier = gl.load(before_ptrs + split_offset + size, mask=goes_on, other=0.0)
         total = shrink * earlier
         if HAS_SCORE:

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from cce_dist.backends.triton.kernels import numbers
-from cce_dist.backends.triton.kernels.forward import forward
+from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper_sums import (
     APART,
     PARTS,
@@ -59,7 +59,7 @@ def start_stats(
         forget_sum(sum_tiles.index(SUMS * group + FIRST_MOMENT))
         forget_sum(sum_tiles.index(SUMS * group + SECOND_MOMENT))
     if HAS_ARGMAX:
-        begins = (launch == forward.PROBE) | (launch >= forward.ALONE)
+        begins = (launch == launches.PROBE) | (launch >= launches.ALONE)
         best = start_largest(key_ptrs, split_offset, splits, stride, counts, begins)
         of_token.index(4 * group + 3).store(best)
 
@@ -311,12 +311,12 @@ def take_sum(tile, LAYOUT: gl.constexpr):
 def start_moments(extras_ptrs, size, lower, launch):
     """Returns the origin of the first stretch, [BLOCK_N]: the mean so far. PROBE computes columns
     for this origin alone, as FIRST does them again."""
-    if (launch == forward.PROBE) | (launch >= forward.ALONE):
+    if (launch == launches.PROBE) | (launch >= launches.ALONE):
         lower *= 1.0 / numbers.LOG2E
         origin = gl.where(gl.abs(lower) < -0.5 * numbers.LOWEST, lower, 0.0)
         gl.store(extras_ptrs + 2 * size, origin)
         gl.store(extras_ptrs + 3 * size, origin * 0.0)
-    if (launch <= forward.FIRST) | (launch >= forward.ALONE):
+    if (launch <= launches.FIRST) | (launch >= launches.ALONE):
         origin = mean_so_far(extras_ptrs, size)
         gl.store(extras_ptrs + 2 * size, origin)
         gl.store(extras_ptrs + 3 * size, origin * 0.0)

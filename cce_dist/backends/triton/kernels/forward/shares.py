@@ -7,7 +7,7 @@ share of a block's dropped mass. docs/design/tail.md#the-shares-of-the-columns.
 import triton
 import triton.language as tl
 
-from cce_dist.backends.triton.kernels.forward.forward import (
+from cce_dist.backends.triton.kernels.forward.launches import (
     FIRST,
     LAST,
     slot_of,
