@@ -195,12 +195,12 @@ def start_state(
         merged = merged_reference(before_ptrs, splits, stride, size, BLOCK_N)
         # Other ranks' sums may have raised the lower bound above it.
         highest = tl.maximum(highest, merged)
-        expects = HAS_SCORE & (launch >= LAST - 1) & (launch <= LAST)
-        if expects:
-            expected = expected_reference(
-                before_ptrs, merged, splits, stride, size, launch, num_turns, BLOCK_N
-            )
-            highest = tl.maximum(highest, expected)
+        if HAS_SCORE and not HAS_LOGITS:  # noqa: SIM102
+            if (launch == LAST) | (launch == LAST - 1):
+                expected = expected_reference(
+                    before_ptrs, merged, splits, stride, size, launch, num_turns, BLOCK_N
+                )
+                highest = tl.maximum(highest, expected)
         # Kept logits take a reference that all splits share. The split's own reference is at most
         # these two, but may be infinite where its sum overflowed.
         if not HAS_LOGITS:
