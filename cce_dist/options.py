@@ -29,7 +29,7 @@ AUTO_KEEP_SHARE = {"float32": 2.0**-24, "float64": 2.0**-53}
 AUTO_KEEP_FROM_VOCAB = 4096
 
 # A column of mass m below `keep` is drawn with probability of about m / (DRAW_FACTOR * keep).
-DRAW_FACTOR = 3
+DRAW_FACTOR = 1.5
 
 # A column has one score for each block of this many tokens; the kernels' token tile has this size.
 TOKEN_BLOCK = 128

@@ -100,6 +100,8 @@ def forward(
         # Columns are drawn by mass: a threshold of the largest probability is no mass.
         draws=not rule.by_largest,
         order=placed.order,
+        # A rank of several knows the other ranks' sums at its launches' beginnings alone.
+        looseness=1.0 if bounds is None else 2.0,
     )
     if screened is not None and rounding is not None:
         _compute_kept_columns(state, finished, marks, screened, rounding, request, placed, order)

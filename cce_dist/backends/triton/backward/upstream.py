@@ -72,7 +72,9 @@ class TokenUpstream:
             tail_mass=None if log_dropped is None else new(size, dtype=fp32),
             mean=new(size, dtype=fp32) if linear else None,
         )
-        vectors = (lse, stats.target_logit, *grads, stats.entropy, log_dropped)
+        # Without its gradient the entropy is no argument: a binary less.
+        entropy = None if grads[2] is None else stats.entropy
+        vectors = (lse, stats.target_logit, *grads, entropy, log_dropped)
         contiguous = (None if x is None else x.contiguous() for x in vectors)
         inputs = (order, count, *contiguous, per_token.grad_scale)
         start(upstream_kernel, (num_blocks,))(

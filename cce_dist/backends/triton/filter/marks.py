@@ -99,8 +99,12 @@ def marks_of(
     threshold: float,
     draws: bool,
     order: Tensor | None = None,  # [N] of `order_dtype`
+    looseness: float = 1.0,
 ) -> Marks:
-    """Turns column masses into marks; the masses are not needed afterwards."""
+    """Turns column masses into marks; the masses are not needed afterwards.
+
+    Args: looseness: how many times too large masses are, which would draw as many columns more.
+    """
     num_blocks, num_columns = mass.shape
     words = triton.cdiv(num_blocks, 64)
     blocks_per_group = triton.cdiv(num_blocks, TAIL_GROUPS)
@@ -124,7 +128,7 @@ def marks_of(
         num_blocks,
         words,
         blocks_per_group,
-        threshold * DRAW_FACTOR,
+        threshold * DRAW_FACTOR * looseness,
         TOKENS=TOKEN_BLOCK,
         BLOCK_V=block,
         AT_ONCE=at_once,
