@@ -11,6 +11,7 @@ import torch
 
 from cce_dist import Filter, LossOptions
 from cce_dist.algorithm.plan import Plan
+from cce_dist.frontend.inputs import options_of
 from cce_dist.options import AUTO_KEEP_ORDERED
 
 
@@ -170,3 +171,20 @@ def test_loss_options_draws(values: dict[str, Any], draws: bool) -> None:
 def test_loss_options_admit_softcap_with_label_smoothing(gradient: str) -> None:
     LossOptions(softcap=30.0, label_smoothing=0.1, gradient=gradient)
     LossOptions(softcap=30.0, label_smoothing=0.1, filter=Filter(keep=0))
+
+
+def test_options_of_equal_values_are_checked_once() -> None:
+    assert options_of(softcap=30.0, stats=("lse",)) is options_of(softcap=30.0, stats=("lse",))
+    # Equal numbers of other types are other values: a bool is no number here.
+    with pytest.raises(ValueError, match="shift must be an int, got True"):
+        options_of(shift=True)
+    assert options_of(shift=1).shift == 1
+    with pytest.raises(ValueError, match="every entry of stats"):
+        options_of(stats=(["lse"],))
+
+
+def test_options_of_a_tensor_follow_its_value() -> None:
+    softcap = torch.tensor(30.0)
+    assert options_of(softcap=softcap).softcap == 30.0
+    softcap.fill_(20.0)
+    assert options_of(softcap=softcap).softcap == 20.0

@@ -34,6 +34,8 @@ from tests.loss.filter.filter_cases import (
 )
 from tests.support.loss_cases import generator
 
+forward_state = pytest.importorskip("cce_dist.backends.triton.forward.state")
+
 
 # Of torch, which tightens what the forward recorded once lse is known. Triton decides in the
 # forward: test_filter_keeps_at_least_what_it_says.
@@ -267,3 +269,34 @@ def test_filter_blocks_are_made_of_tokens_that_count(place: Place) -> None:
     check_near(place, "tail_mass", sparse["tail_mass"][::2], dense["tail_mass"])
     check_near(place, "grad_weight", sparse["grad_weight"], dense["grad_weight"])
     assert not sparse["tail_mass"][1::2].any() and not sparse["grad_hidden"][1::2].any()
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, flat=(True, False)))
+def test_a_flat_softmax_keeps_what_reaches_the_threshold(
+    place: Place, flat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the last launch a quarter of a flat softmax's sum is known: masses by it would be four
+    times too large."""
+    if place.interprets:
+        # One program would make one split in one launch.
+        monkeypatch.setattr(forward_state, "num_programs", lambda weight: 2)
+    tokens, num_classes = (130, 8192) if place.interprets else (8192, 32768)
+    scale = 0.01 if flat else 1.0
+    made = generator()
+    hidden, weight = (
+        (scale * torch.randn(size, 16, generator=made)).half()
+        for size in (tokens, num_classes)
+    )
+    targets = torch.randint(num_classes, (tokens,), generator=made)
+    inputs = Inputs(hidden, weight, targets)
+    # Half as large again as the mass of each column of a flat softmax in a whole block.
+    keep = 1.5 * BLOCK / num_classes
+    case = Case(inputs, {"stats": ("lse", "tail_mass"), "filter": Filter(keep=keep)}).at(place)
+    outputs = run_case(None, case)
+    golden = golden_outputs(case)
+    torch.testing.assert_close(outputs["lse"].double(), golden["lse"], rtol=1e-5, atol=1e-5)
+    # The first 16th of the columns is decided by bounds.
+    kept = 1 - outputs["tail_mass"][:BLOCK].double().mean()
+    masses = (hidden[:BLOCK].double() @ weight.double().T).softmax(-1).sum(0)
+    reach = float((masses * (masses >= keep)).sum()) / BLOCK
+    assert reach - 0.02 < kept < reach + 0.15
