@@ -284,8 +284,7 @@ def test_a_flat_softmax_keeps_what_reaches_the_threshold(
     scale = 0.01 if flat else 1.0
     made = generator()
     hidden, weight = (
-        (scale * torch.randn(size, 16, generator=made)).half()
-        for size in (tokens, num_classes)
+        (scale * torch.randn(size, 16, generator=made)).half() for size in (tokens, num_classes)
     )
     targets = torch.randint(num_classes, (tokens,), generator=made)
     inputs = Inputs(hidden, weight, targets)
