@@ -139,6 +139,8 @@ class TokenLoss:
             loss = loss + self.z_loss * lse.square()
         if self.token_weight is not None:
             loss = self.token_weight[at] * loss
+        if isinstance(self.denominator, float) and self.denominator == 1:
+            return loss
         return loss / self.denominator
 
     def total(self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice) -> Tensor:
