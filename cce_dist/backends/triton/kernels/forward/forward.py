@@ -105,11 +105,12 @@ def forward_kernel(
     of the weight, and no more token blocks than fit the cache beside them.
     docs/design/forward.md#the-two-forward-kernels.
 
-    exp2(z - ref) is an upper bound of the probability; its sum over the block's tokens decides
-    whether the backward keeps the column. `ref` follows the program's sum: after each of the first
-    tiles, then ever less often. It starts from the sums of all splits in the launch before. PROBE
-    computes one tile of each split. FIRST computes a 64th of the vocabulary, where a tokenizer's
-    frequent tokens are; each later launch goes four times as far, LAST to the end.
+    exp2(z - ref) stands for the probability; its sum over the block's tokens decides whether the
+    backward keeps the column. `ref` follows the program's sum: after each of the first tiles, then
+    ever less often. It starts from the sums of all splits in the launch before; in LAST and the
+    launch before it from what these sums are expected to become. PROBE computes one tile of each
+    split. FIRST computes a 64th of the vocabulary, where a tokenizer's frequent tokens are; each
+    later launch goes four times as far, LAST to the end.
     docs/design/filter.md#column-masses.
 
     A logit 127 (log2) above `ref` overflows the sum. A last launch, with IS_ROBUST, repeats such a
