@@ -54,7 +54,7 @@ def forward_kernel(
     shape_ptr,  # [3] int32: blocks of them, splits of the vocabulary, blocks at a time
     lower_ptr,  # [N] a lower bound of the token's lse over all ranks, log2
     state_ptr,  # [SLOTS, 4, size], size not below splits * blocks * BLOCK_N. Of a split and token:
-    # a reference `ref`, a lower bound of lse, log2; the sum of exp2(z - ref) over its columns; of
+    # a reference `ref`, about lse or below, log2; the sum of exp2(z - ref) over its columns; of
     # exp2(z - ref) softcap'(z) over dropped columns; of exp2(z - ref) (z - ref), log2, or, if
     # HAS_UNKEPT, of exp2(z - ref) over dropped columns. A launch reads the slot that the launch
     # before wrote, and writes the next one: out
