@@ -32,13 +32,11 @@ TYPES = {
     "bias": "bf16", "column": "fp32", "token": "fp32", "count": "i32", "shape": "i32",
     "lower": "fp32", "state": "fp32", "mass": "bf16", "extras": "fp32", "key": "i64",
 }
+# Each flag once and once not; test_compiles.py compiles the plain one.
 KINDS = {
-    "bf16": (gl.bfloat16, True, False),
-    "bf16 with a softcap": (gl.bfloat16, False, True),
-    "bf16 with statistics": (gl.bfloat16, True, False),
+    "bf16 with statistics": (gl.bfloat16, False, False),
     "bf16 with a softcap and a filter": (gl.bfloat16, True, True),
     "i8": (gl.int8, True, False),
-    "i8 with a softcap": (gl.int8, True, True),
     "i8 with a large softcap": (gl.int8, True, True),
 }
 for kind, (dtype, score, softcap) in KINDS.items():
