@@ -109,14 +109,8 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
     "backends/test_screened.py::test_screened_is_closer_than_dense_16_bit": (
         *("moments_kernel", "vectors_kernel", "sizes_kernel", "shift_kernel", "quantize_kernel"),
         *("order_kernel", "similar_kernel", "launch_sums_kernel", "factors_kernel"),
-        *(
-            "marks_kernel",
-            "key_kernel",
-            "sort_kernel",
-            "tiles_kernel",
-            "chunks_kernel",
-            "running_sums_kernel",
-        ),
+        *("marks_kernel", "key_kernel", "sort_kernel"),
+        *("tiles_kernel", "running_sums_kernel", "chunks_kernel"),
         *("guard_parts_kernel", "guard_kernel", "exact_columns_kernel", "screened_lse_kernel"),
         *("tail_shares_kernel", "tail_moments_kernel", "tail_error_kernel"),
         *("count_near_threshold_kernel", "pick_near_threshold_kernel"),

@@ -27,7 +27,8 @@ def bound_kernel(
     bound = tl.load(lower_ptr + rows)
     if tl.program_id(0) < num_blocks:
         state_ptrs = state_ptr + slot_of(launch) * 4 * size + rows
-        merged = merged_reference(state_ptrs, splits, num_blocks * BLOCK_N, size, BLOCK_N)
+        nothing = tl.zeros((BLOCK_N,), tl.float32)
+        merged = merged_reference(state_ptrs, splits, num_blocks * BLOCK_N, size, nothing)
         bound = tl.maximum(bound, merged)
     at = tl.load(order_ptr + rows, mask=rows < N, other=0) if HAS_ORDER else rows
     tl.store(bound_ptr + at, bound, mask=rows < N)

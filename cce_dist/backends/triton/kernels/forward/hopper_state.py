@@ -8,67 +8,8 @@ from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper_sums import whole_sum
 
 exp2_of = gluon.jit(numbers.exp2_of.fn)
-turns_until = gluon.jit(launches.turns_until.fn)
-expected_growth = gluon.jit(launches.expected_growth.fn)
-
-
-@gluon.jit
-def merged_reference(
-    before_ptrs,  # [BLOCK_N], a token a thread
-    splits,
-    stride,
-    size,
-    nothing,  # [BLOCK_N] zeros
-):
-    """Returns what `launches.merged_reference` does."""
-    top = nothing + numbers.LOWEST
-    total = nothing
-    for first in range(0, splits, launches.READ_AT_ONCE):
-        others = ()
-        parts = ()
-        for i in gl.static_range(launches.READ_AT_ONCE):
-            ptrs = before_ptrs + (first + i) * stride
-            there = first + i < splits
-            others = others + (gl.load(ptrs, mask=there, other=numbers.LOWEST),)  # noqa: RUF005
-            parts = parts + (gl.load(ptrs + size, mask=there, other=0.0),)  # noqa: RUF005
-        for i in gl.static_range(launches.READ_AT_ONCE):
-            # An overflowed sum is computed again at the end, and skipped here.
-            part = gl.where(parts[i] < float("inf"), parts[i], 0.0)
-            other = gl.where(part > 0, others[i], numbers.LOWEST)
-            higher = gl.maximum(top, other)
-            total = total * exp2_of(top - higher) + part * exp2_of(other - higher)
-            top = higher
-    return gl.where(total > 0, top + gl.log2(total), numbers.LOWEST)
-
-
-@gluon.jit
-def expected_reference(
-    before_ptrs,  # [BLOCK_N] of the first split
-    merged,
-    splits,
-    stride,
-    size,
-    launch,
-    num_turns,
-    nothing,
-):
-    """Returns what `launches.expected_reference` does."""
-    before = merged_reference(before_ptrs - 4 * size, splits, stride, size, nothing)
-    earliest = nothing + numbers.LOWEST
-    turns_of_earliest = 0
-    if launch == launches.LAST:
-        earliest = merged_reference(before_ptrs - 8 * size, splits, stride, size, nothing)
-        turns_of_earliest = turns_until(launch - 3, num_turns)
-    growth = expected_growth(
-        exp2_of(earliest - merged),
-        exp2_of(before - merged),
-        turns_of_earliest,
-        turns_until(launch - 2, num_turns),
-        turns_until(launch - 1, num_turns),
-        turns_until(launch, num_turns),
-        num_turns,
-    )
-    return merged + gl.log2(growth)
+merged_reference = gluon.jit(launches.merged_reference.fn)
+expected_reference = gluon.jit(launches.expected_reference.fn)
 
 
 @gluon.jit

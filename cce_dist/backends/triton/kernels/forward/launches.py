@@ -91,10 +91,16 @@ def end_turn(launch, num_turns, splits):
 
 
 @triton.jit
-def merged_reference(before_ptrs, splits, stride, size, BLOCK_N: tl.constexpr):
+def merged_reference(
+    before_ptrs,  # [BLOCK_N] in the first field of the first split
+    splits,
+    stride,
+    size,
+    nothing,  # [BLOCK_N] zeros: Gluon's tensors have a layout, which these tell
+):
     """Returns [BLOCK_N] log2 of the sums of all splits; LOWEST where there is no sum."""
-    top = tl.full((BLOCK_N,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK_N,), tl.float32)
+    top = nothing + LOWEST
+    total = nothing
     for first in range(0, splits, READ_AT_ONCE):
         refs = ()
         parts = ()
@@ -122,16 +128,16 @@ def expected_reference(
     size,
     launch,
     num_turns,  # of a split, over the whole vocabulary
-    BLOCK_N: tl.constexpr,
+    nothing,  # [BLOCK_N] zeros
 ):
     """Returns log2 of the sum that a token has at the end, if it goes on as it did, [BLOCK_N]; for
     the two launches before which two others have summed. docs/design/filter.md#column-masses."""
     # The slots of LAST and of the launch before it stand behind those that they read.
-    before = merged_reference(before_ptrs - 4 * size, splits, stride, size, BLOCK_N)
-    earliest = tl.full((BLOCK_N,), LOWEST, tl.float32)
+    before = merged_reference(before_ptrs - 4 * size, splits, stride, size, nothing)
+    earliest = nothing + LOWEST
     turns_of_earliest = 0
     if launch == LAST:
-        earliest = merged_reference(before_ptrs - 8 * size, splits, stride, size, BLOCK_N)
+        earliest = merged_reference(before_ptrs - 8 * size, splits, stride, size, nothing)
         turns_of_earliest = turns_until(launch - 3, num_turns)
     growth = expected_growth(
         exp2_of(earliest - merged),
@@ -192,13 +198,14 @@ def start_state(
         ref = tl.where(counts, LOWEST, HIGHEST)
     elif (launch >= FIRST) & (launch < ALONE):
         ref = tl.load(before_ptrs + split_offset)
-        merged = merged_reference(before_ptrs, splits, stride, size, BLOCK_N)
+        nothing = tl.zeros((BLOCK_N,), tl.float32)
+        merged = merged_reference(before_ptrs, splits, stride, size, nothing)
         # Other ranks' sums may have raised the lower bound above it.
         highest = tl.maximum(highest, merged)
         if HAS_SCORE and not HAS_LOGITS:  # noqa: SIM102
             if (launch == LAST) | (launch == LAST - 1):
                 expected = expected_reference(
-                    before_ptrs, merged, splits, stride, size, launch, num_turns, BLOCK_N
+                    before_ptrs, merged, splits, stride, size, launch, num_turns, nothing
                 )
                 highest = tl.maximum(highest, expected)
         # Kept logits take a reference that all splits share. The split's own reference is at most
