@@ -51,7 +51,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     return run_job("check", str(cache)), cache
 
 
-@pytest.mark.parametrize("kind", ["filtered", "everything"])
+@pytest.mark.parametrize("kind", ["filtered", "statistics", "everything"])
 def test_the_same_is_asked_for_ahead_and_in_a_job(
     kind: str, checked: tuple[dict[str, Any], Path]
 ) -> None:
