@@ -79,8 +79,7 @@ def token_logprobs(
             is aligned with targets as mask is. It may require grad, except with `entropy`; its
             gradient is -(logprob + entropy) / temperature of each token, times the upstream one.
             Values at tokens that do not count are not read.
-        entropy: compute the entropy. If a loss depends on it, the backward computes every column;
-            as a metric it costs next to nothing.
+        entropy: compute the entropy; it costs next to nothing, and is differentiable.
         gradient: "filtered" or "exact".
     Raises:
         ValueError: an argument is not supported; the message says which.

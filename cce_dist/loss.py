@@ -101,10 +101,9 @@ def linear_cross_entropy(
             quantises the weight.
         grad_weight_into: a tensor to which the weight's gradient is added. weight.grad then stays
             None, and DDP does not reduce the gradient.
-        stats: any of "lse", "entropy", "correct", "tail_mass", "logit_moments", "screened". If
-            "entropy" is differentiated, the backward computes every column. "tail_mass" computes
-            the kept columns once more, and gathers [N] numbers. "screened" tells whether logits
-            were screened, on all ranks.
+        stats: any of "lse", "entropy", "correct", "tail_mass", "logit_moments", "screened". "lse"
+            and "entropy" are differentiable. "tail_mass" computes the kept columns once more, and
+            gathers [N] numbers. "screened" tells whether logits were screened, on all ranks.
         workspace_bytes: bound of the logits and their temporaries in memory at once; at least
             one tile of 128 tokens. None: 64 MiB, and 8 KiB more for each token beyond 8,192, so
             that the time of a token stays the same. With logits="screened" 17 KiB a token if that

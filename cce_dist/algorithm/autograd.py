@@ -159,7 +159,7 @@ class TwoPass(torch.autograd.Function):
         tokens, head = call.tokens(hidden, scale, defer_fill=True), call.head(weight, bias)
         selection: Selection = put_together(ctx.selection, iter(tensors))
         kept = selection.kept
-        if selection.scores is not None and upstream.entropy is None:
+        if selection.scores is not None:
             kept = sharded.choose_columns(tokens, head, call.plan, selection.scores, stats)
         if target is None:
             target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])

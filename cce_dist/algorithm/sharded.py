@@ -82,8 +82,7 @@ def backward(
     request = BackwardRequest(
         stats=stats,
         upstream=upstream,
-        # The entropy's gradient p (log p + H) is not small where p is: it takes every column.
-        kept=None if upstream.entropy is not None else kept,
+        kept=kept,
         hidden=plan.hidden_sum(tokens, dtype) if hidden else None,
         weight=weight,
         bias=bias,

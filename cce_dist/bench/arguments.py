@@ -63,6 +63,10 @@ Softcap = Annotated[
     float | None,
     typer.Option(help="Of the logits, such as Gemma 2's 30; a peer that takes none fails."),
 ]
+EntropyBonus = Annotated[
+    float,
+    typer.Option(help="The loss subtracts so much of the mean entropy; most peers fail then."),
+]
 BackendName = Annotated[str, typer.Option(help="Of our methods: auto, triton or torch.")]
 Methods = Annotated[Names, typer.Option(help="Only these methods; may be repeated.")]
 Peers = Annotated[
@@ -134,6 +138,7 @@ def cases_of(
     device: str,
     ignored_fraction: float = 0.0,
     softcap: float | None = None,
+    entropy_bonus: float = 0.0,
 ) -> list[Callable[[], BenchInputs]]:
     """Returns functions that make the inputs, each for a kind and a shape.
 
@@ -157,7 +162,7 @@ def cases_of(
 
     def make(kind: str, shape: Shape) -> BenchInputs:
         case = make_inputs(kind, shape, dtype=wanted, device=where).ignoring(ignored_fraction)
-        return replace(case, softcap=softcap)
+        return replace(case, softcap=softcap, entropy_bonus=entropy_bonus)
 
     cases = []
     for kind in inputs or ["zipf"]:

@@ -53,6 +53,7 @@ def loss_command(
     peer_timeout_seconds: arg.Timeout = 120.0,
     extra: arg.Extra = None,
     softcap: arg.Softcap = None,
+    entropy_bonus: arg.EntropyBonus = 0.0,
     backend: arg.BackendName = "auto",
     worst_error_ratio: arg.WorstRatio = 1.5,
     csv_path: arg.CsvPath = None,
@@ -86,7 +87,8 @@ def loss_command(
         on_gpu = device.startswith("cuda")
         methods = choose_methods(method or (), peers, extra=extra or (), on_gpu=on_gpu)
         cases = arg.cases_of(
-            inputs, shape, tokens, vocab, dim, dtype, device, ignored_fraction, softcap
+            *(inputs, shape, tokens, vocab, dim, dtype, device),
+            *(ignored_fraction, softcap, entropy_bonus),
         )
     machine = arg.machine_of(device, threads, peers=[method.name for method in methods])
     report = Report(machine, csv_path, json_path, plots)

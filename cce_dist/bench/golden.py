@@ -35,9 +35,14 @@ class Gradients:
 
 
 def dense_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, softcap: float | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    softcap: float | None = None,
+    entropy_bonus: float = 0.0,
 ) -> Tensor:
-    """Computes the mean loss by the dense recipe.
+    """Computes the mean loss by the dense recipe, minus `entropy_bonus` times the mean entropy.
 
     Logits are in the inputs' dtype, softcap and softmax in fp32 (in float64 for float64).
     """
@@ -45,7 +50,11 @@ def dense_loss(
     wide = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         wide = softcap * torch.tanh(wide / softcap)
-    return F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX)
+    loss = F.cross_entropy(wide, targets, ignore_index=IGNORE_INDEX)
+    if not entropy_bonus:
+        return loss
+    log_p = wide.log_softmax(-1)
+    return loss - entropy_bonus * mean_of(-(log_p.exp() * log_p).sum(-1), targets)
 
 
 def num_counted(targets: Tensor) -> Tensor:
@@ -90,7 +99,7 @@ def golden_gradients(inputs: BenchInputs, chunk: int | None = None) -> Gradients
     valid = (inputs.targets != IGNORE_INDEX).nonzero().squeeze(1)
     for tokens in valid.split(chunk):
         rows, ids = inputs.hidden[tokens].double(), inputs.targets[tokens]
-        nll, grad = _nll_and_grad(rows @ weight.T, ids, inputs.softcap)
+        nll, grad = _nll_and_grad(rows @ weight.T, ids, inputs)
         loss += nll
         grad_hidden[tokens] = grad @ weight
         grad_weight.addmm_(grad.T, rows)
@@ -105,20 +114,28 @@ def _chunk_of(inputs: BenchInputs) -> int:
 def _nll_and_grad(
     logits: Tensor,  # [n, V] without a softcap
     targets: Tensor,  # [n] int64
-    softcap: float | None,
+    inputs: BenchInputs,
     columns: Tensor | None = None,  # int64
 ) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the tokens' nll, and its gradient of those columns of the logits."""
+    """Returns the sum of the tokens' losses, and its gradient of those columns of the logits."""
+    softcap, bonus = inputs.softcap, inputs.entropy_bonus
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     log_p = logits.log_softmax(-1)
     nll = -log_p.gather(1, targets[:, None]).sum()
+    of_entropy = 0.0
+    if bonus:
+        entropy = -(log_p.exp() * log_p).sum(-1, keepdim=True)
+        nll -= bonus * entropy.sum()
+        chosen = log_p if columns is None else log_p[:, columns]
+        of_entropy = bonus * chosen.exp() * (chosen + entropy)
     if columns is None:
         grad = log_p.exp_()
         grad[torch.arange(len(targets), device=targets.device), targets] -= 1
     else:
         grad, logits = log_p[:, columns].exp_(), logits[:, columns]
         grad -= (targets[:, None] == columns).to(grad.dtype)
+    grad += of_entropy
     if softcap is not None:
         grad *= 1 - (logits / softcap) ** 2
     return nll, grad
@@ -146,7 +163,9 @@ class Reference:
 
 def full_reference(inputs: BenchInputs) -> Reference:
     golden = golden_gradients(inputs)
-    recipe = functools.partial(dense_loss, softcap=inputs.softcap)
+    recipe = functools.partial(
+        dense_loss, softcap=inputs.softcap, entropy_bonus=inputs.entropy_bonus
+    )
     return Reference(golden, errors(gradients(recipe, inputs), golden))
 
 
@@ -185,12 +204,12 @@ def sampled_gradients(
     step = _chunk_of(inputs)
     for rows, targets in zip(hidden.split(step), inputs.targets.split(step), strict=True):
         logits = (rows @ weight.T).to(wide)
-        nll, grad = _nll_and_grad(logits, targets, inputs.softcap, ids)
+        nll, grad = _nll_and_grad(logits, targets, inputs, ids)
         loss += nll
         parts.append(grad.div_(count).to(dtype))
     grad_weight = torch.cat(parts).T @ hidden
     logits = (hidden[tokens] @ weight.T).to(wide)
-    _, grad = _nll_and_grad(logits, inputs.targets[tokens], inputs.softcap)
+    _, grad = _nll_and_grad(logits, inputs.targets[tokens], inputs)
     return Gradients(loss / count, grad.div_(count).to(dtype) @ weight, grad_weight)
 
 

@@ -91,6 +91,7 @@ class BenchInputs:
         token_counts: [V] int64, how often the training text has each id; None: not known.
         training: the step of a captured file, and how its model was trained.
         softcap: softcap of the logits; None: no softcap.
+        entropy_bonus: what the loss subtracts, times the mean entropy.
     """
 
     kind: str
@@ -100,12 +101,15 @@ class BenchInputs:
     token_counts: Tensor | None = None
     training: Mapping[str, int | float | bool] = field(default_factory=dict)
     softcap: float | None = None
+    entropy_bonus: float = 0.0
 
     @property
     def description(self) -> dict[str, str | int]:
         """Returns the cells that identify these inputs in a row of results."""
+        softcap = "" if self.softcap is None else f" softcap {self.softcap:g}"
+        bonus = f" entropy bonus {self.entropy_bonus:g}" if self.entropy_bonus else ""
         return {
-            "inputs": self.kind + ("" if self.softcap is None else f" softcap {self.softcap:g}"),
+            "inputs": self.kind + softcap + bonus,
             "N": len(self.hidden),
             "ignored": int((self.targets == IGNORE_INDEX).sum()),
             "V": len(self.weight),

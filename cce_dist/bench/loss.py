@@ -191,7 +191,7 @@ def _measure(
         RuntimeError: the method is ours, and its gradients are wrong.
     """
     assert trial.method is not None
-    function = trial.method.build(Setup(settings.backend, inputs.softcap))
+    function = trial.method.build(Setup(settings.backend, inputs.softcap, inputs.entropy_bonus))
     if isinstance(function, LinearCrossEntropy) and function.options.filters:
         trial.cells |= filter_cells(inputs, function.options)
     if settings.compact and not trial.method.is_ours:

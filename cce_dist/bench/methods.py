@@ -20,7 +20,7 @@ from cce_dist import Filter, LinearCrossEntropy, QuantizedWeight, Screen, quanti
 from cce_dist.options import Backend, Stat
 
 from . import peers
-from .golden import LossFunction
+from .golden import LossFunction, mean_of
 from .machine import version_of
 from .rank_methods import Setup, dense
 
@@ -45,6 +45,7 @@ class Method:
         alone: one rank can run it, with the whole vocabulary.
         ranks: ranks that share the vocabulary can run it.
         softcap: takes a softcap.
+        entropy: takes an entropy bonus.
         on_cpu: can run on a CPU; says nothing of peers, whose failure is reported.
         exact: computes every column's gradient; of a peer.
     """
@@ -57,6 +58,7 @@ class Method:
     alone: bool = True
     ranks: bool = False
     softcap: bool = False
+    entropy: bool = False
     on_cpu: bool = True
     exact: bool = True
 
@@ -68,14 +70,32 @@ class Method:
         """Returns the loss. A peer may raise anything here; that is reported in a row.
 
         Raises:
-            NotImplementedError: the method takes no softcap.
+            NotImplementedError: the method takes no softcap, or no entropy bonus.
         """
         if setup.softcap is not None and not self.softcap:
             raise NotImplementedError(f"{self.name} takes no softcap, as the benchmark calls it")
+        if setup.entropy_bonus and not self.entropy:
+            raise NotImplementedError(f"{self.name} differentiates no entropy here")
         return self.builder(setup)
 
 
-def _build_ours(options: Mapping[str, Any], setup: Setup) -> LinearCrossEntropy:
+def _build_ours(options: Mapping[str, Any], setup: Setup) -> LossFunction:
+    if setup.entropy_bonus:
+        return _with_entropy(options, setup)
+    return _our_loss(options, setup)
+
+
+def _with_entropy(options: Mapping[str, Any], setup: Setup) -> LossFunction:
+    loss = _our_loss({**options, "stats": ("entropy",)}, setup)
+
+    def with_bonus(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        out = loss(hidden, weight, targets)
+        return out.loss - setup.entropy_bonus * mean_of(out.entropy, targets)
+
+    return with_bonus
+
+
+def _our_loss(options: Mapping[str, Any], setup: Setup) -> LinearCrossEntropy:
     return LinearCrossEntropy(
         backend=setup.backend,
         softcap=setup.softcap,
@@ -87,13 +107,13 @@ def _build_ours(options: Mapping[str, Any], setup: Setup) -> LinearCrossEntropy:
 
 def _compiled(setup: Setup) -> LossFunction:
     """Returns `filtered`, compiled into one graph as in a compiled model."""
-    return torch.compile(_build_ours({"gradient": "filtered"}, setup), fullgraph=True)
+    return torch.compile(_our_loss({"gradient": "filtered"}, setup), fullgraph=True)
 
 
 def _with_copy(setup: Setup) -> LossFunction:
     """Returns `screened` with a weight that is quantised once, at the first call."""
     quantized: QuantizedWeight | None = None
-    screened = _build_ours({"logits": "screened"}, setup)
+    screened = _our_loss({"logits": "screened"}, setup)
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         nonlocal quantized
@@ -106,13 +126,15 @@ def _with_copy(setup: Setup) -> LossFunction:
 
 def _with_statistics(stats: tuple[Stat, ...], setup: Setup) -> LossFunction:
     """Returns `filtered` with statistics of each token beside the loss."""
-    loss = _build_ours({"gradient": "filtered", "stats": stats}, setup)
+    loss = _our_loss({"gradient": "filtered", "stats": stats}, setup)
     return lambda *tensors: loss(*tensors).loss
 
 
-def _ours(name: str, options: Mapping[str, Any], *, default: bool = False) -> Method:
+def _ours(
+    name: str, options: Mapping[str, Any], *, default: bool = False, entropy: bool = False
+) -> Method:
     build = partial(_build_ours, options)
-    return Method(name, "ours", build, default=default, ranks=True, softcap=True)
+    return Method(name, "ours", build, "", default, ranks=True, softcap=True, entropy=entropy)
 
 
 def _peer(
@@ -131,9 +153,9 @@ STATISTICS: dict[str, tuple[Stat, ...]] = {
 # In the order in which they are measured. Peers with a compiler of their own come last: they are
 # the likeliest to end a process.
 _METHODS = (
-    Method("dense", "dense", dense, default=True, ranks=True, softcap=True),
-    _ours("filtered", {"gradient": "filtered"}, default=True),
-    _ours("exact", {"gradient": "exact"}, default=True),
+    Method("dense", "dense", dense, default=True, ranks=True, softcap=True, entropy=True),
+    _ours("filtered", {"gradient": "filtered"}, default=True, entropy=True),
+    _ours("exact", {"gradient": "exact"}, default=True, entropy=True),
     _ours("in_forward", {"gradient": "in_forward"}, default=True),
     _ours("in_forward-exact", {"gradient": "in_forward", "filter": Filter(keep=0)}),
     _ours("exact-kept", {"gradient": "exact", "keep_logits": True, "workspace_bytes": MEMORY}),
@@ -152,7 +174,7 @@ _METHODS = (
     ),
     # Within torch.compile(fullgraph=True).
     Method("filtered-compiled", "ours", _compiled, ranks=True, softcap=True, on_cpu=False),
-    _peer("torch-compile", peers.compiled_dense, softcap=True),
+    _peer("torch-compile", peers.compiled_dense, softcap=True, entropy=True),
     _peer("cce", partial(peers.apple, "cce"), APPLE, ranks=True, softcap=True, exact=False),
     _peer(
         *("cce-kahan-full-c", partial(peers.apple, "cce_kahan_full_c"), APPLE),

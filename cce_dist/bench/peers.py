@@ -32,7 +32,8 @@ NUM_CHUNKS = 8
 
 
 def compiled_dense(setup: Setup) -> LossFunction:
-    return torch.compile(functools.partial(dense_loss, softcap=setup.softcap), dynamic=False)
+    recipe = functools.partial(dense_loss, softcap=setup.softcap, entropy_bonus=setup.entropy_bonus)
+    return torch.compile(recipe, dynamic=False)
 
 
 def compiled_sum() -> LossFunction:

@@ -61,11 +61,13 @@ class Setup:
     Args:
         backend: of our methods.
         softcap: of the logits; None: no softcap. Only for a rank with the whole vocabulary.
+        entropy_bonus: of the mean entropy, subtracted from the loss. Only for such a rank, too.
         place: of this rank among ranks that share the vocabulary; None: this rank has all of it.
     """
 
     backend: Backend = "auto"
     softcap: float | None = None
+    entropy_bonus: float = 0.0
     place: Place | None = None
 
     @property
@@ -141,7 +143,9 @@ def dense(setup: Setup) -> LossFunction:
     """Returns the dense recipe: logits in the inputs' dtype, softcap and softmax in fp32."""
     place = setup.place
     if place is None:
-        return functools.partial(dense_loss, softcap=setup.softcap)
+        return functools.partial(
+            dense_loss, softcap=setup.softcap, entropy_bonus=setup.entropy_bonus
+        )
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         nll = _DenseNll.apply(logits_of(hidden, weight, place), targets, place)

@@ -28,6 +28,7 @@ _TESTS: dict[str, tuple[str, ...]] = {
         *("triton_cuda-softcap-large-eps]", "triton_cuda-softcap-zipf-keep_128_no_tail]"),
         *("triton_cuda-plain-gaussian-keep_0.1_drawn]",),
     ),
+    "loss/filter/test_loss_entropy.py::test_entropy_comes_nearer_with_the_tail": ("triton_cuda",),
     "loss/filter/test_loss_order.py::test_in_similar_order_sorts_by_key": ("triton_cuda",),
     "backends/triton/test_backward_parts.py::test_hidden_is_done_before_the_rest": (
         *("triton_cuda-filtered_chunks]", "triton_cuda-nothing_kept]", "triton_cuda-keep_logits]"),
@@ -119,6 +120,9 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
     ),
     "backends/triton/test_backward_parts.py::test_hidden_is_done_before_the_rest": (
         "after_hidden_kernel",
+    ),
+    "loss/filter/test_loss_entropy.py::test_entropy_comes_nearer_with_the_tail": (
+        "entropy_tail_kernel",
     ),
     "backends/triton/test_shares.py::test_shares_of_a_launch_add_up_to_what_it_drops": (
         *("bound_kernel", "lower_kernel"),

@@ -55,7 +55,8 @@ def gradients(
     size = TileSize.choose(head.weight, request.room.workspace_bytes)
     tail = None
     if kept is not None and kept.share is not None:
-        tail = _Tail.of(task, kept.share, kept.dropped_mass, size)
+        draws = kept.drawn is not None and task.sums.hidden is not None
+        tail = _Tail.of(task, kept.share, kept.dropped_mass, size, draws=draws)
     mean = None
     if upstream.smooth_logit is not None and head.softcap is None:
         mean = _MeanLogit.of(task, upstream.smooth_logit, size)
@@ -210,7 +211,8 @@ class _Task:
                 self.sums.bias.index_add_(0, index, grad.sum(0))
 
     def drawn_blocks(self, i0: int, i1: int, drawn: Tensor, times: Tensor) -> Tensor:
-        """Adds the drawn columns' hidden gradient; returns the sum of their d_logits, [i1 - i0]."""
+        """Adds the drawn columns' hidden gradient; returns the sum of their d_logits, without the
+        entropy's part, [i1 - i0]."""
         total = torch.zeros_like(self.lse[i0:i1])
         if self.sums.hidden is None:
             return total
@@ -221,20 +223,34 @@ class _Task:
             hidden = self.tokens.take(b0, b1).to(self.operands)
             scale = self.tokens.scale_of(b0, b1)
             z, slope = gathered_logits(hidden, self.head, index, scale)
+            if self.factors.entropy is not None:
+                plain = self._grad_logits(z.clone(), slope, b0, b1, index, entropy=False)
+                total[j0:j1] = plain.mul_(times[index]).sum(1)
             grad = self._grad_logits(z, slope, b0, b1, index).mul_(times[index])
             operand, unscale = self._to_operand(grad)
             columns = self.head.weight.index_select(0, index).to(self.operands)
             add_product(self.sums.hidden[b0:b1], operand, columns, unscale)
-            total[j0:j1] = grad.sum(1)
+            if self.factors.entropy is None:
+                total[j0:j1] = grad.sum(1)
         return total
 
     def _grad_logits(
-        self, z: Tensor, slope: Tensor | None, i0: int, i1: int, columns: slice | Tensor
+        self,
+        z: Tensor,
+        slope: Tensor | None,
+        i0: int,
+        i1: int,
+        columns: slice | Tensor,
+        *,
+        entropy: bool = True,
     ) -> Tensor:
-        """Turns z [n, columns] into the gradient of the loss by E . C + bias, in place."""
+        """Turns z [n, columns] into the gradient of the loss by E . C + bias, in place.
+
+        Args: entropy: with the entropy's part.
+        """
         factors, lse = self.factors, self.lse[i0:i1, None]
         factor = factors.probability[i0:i1, None]
-        if factors.entropy is not None:
+        if entropy and factors.entropy is not None:
             assert self.entropy is not None
             log_p = (z - lse).clamp_min_(torch.finfo(z.dtype).min)
             factor = factor - factors.entropy[i0:i1, None] * (log_p + self.entropy[i0:i1, None])
@@ -269,16 +285,28 @@ class _Tail:
     """The dropped part as the product of its marginals: each token's mass x each column's share."""
 
     share: Tensor  # [num_blocks, V_local]
-    mass: Tensor  # [N] upstream times dropped mass
+    mass: Tensor  # [N] upstream times dropped mass, for the hidden gradient
     block_mass: Tensor  # [num_blocks]
     block_hidden: Tensor  # [num_blocks, D] sum of mass_i E_i
     centroid: Tensor  # [num_blocks, D] sum over columns of share_v C_v, filled tile by tile
     drawn_mass: Tensor  # [N] sum of d_logits of drawn columns, filled tile by tile
 
     @classmethod
-    def of(cls, task: _Task, share: Tensor, dropped_mass: Tensor, size: TileSize) -> _Tail:
+    def of(
+        cls, task: _Task, share: Tensor, dropped_mass: Tensor, size: TileSize, *, draws: bool
+    ) -> _Tail:
         mass = task.factors.probability * dropped_mass * task.head.logit_scale
         dtype, dim = mass.dtype, task.head.weight.shape[1]
+        of_hidden = mass
+        if task.factors.entropy is not None:
+            assert task.entropy is not None
+            # The mean of log p over a block's dropped columns, if p is m_i s_v.
+            spread = -torch.special.entr(share).sum(1).repeat_interleave(TOKEN_BLOCK)
+            log_p = dropped_mass.clamp_min(torch.finfo(dtype).tiny).log() + spread[: len(mass)]
+            surprise = dropped_mass * (log_p + task.entropy)
+            mass = mass - task.factors.entropy * surprise * task.head.logit_scale
+            # Drawn columns add the entropy's part by themselves.
+            of_hidden = of_hidden if draws else mass
         block_hidden = mass.new_zeros(share.shape[0], dim)
         for i0, i1 in spans(len(task.tokens), size.tokens):
             blocks = slice(i0 // TOKEN_BLOCK, -(-i1 // TOKEN_BLOCK))
@@ -286,7 +314,7 @@ class _Tail:
             block_hidden[blocks] = sum_over_blocks(mass[i0:i1], hidden)
         block_mass = sum_over_blocks(mass, mass.new_ones(mass.shape[0], 1))[:, 0]
         centroid, drawn_mass = torch.zeros_like(block_hidden), torch.zeros_like(mass)
-        return cls(share, mass, block_mass, block_hidden, centroid, drawn_mass)
+        return cls(share, of_hidden, block_mass, block_hidden, centroid, drawn_mass)
 
     def add_columns(self, sums: _Sums, columns: Tensor) -> None:
         share = self.share[:, sums.start : sums.stop]

@@ -152,6 +152,7 @@ def _launch_filtered(
         WIDE=rounds_exp2(weight), BRANCHES=takes_branches(weight), GROUPS=state.padded_groups,
         HAS_STORED=listed is not None, HAS_BIAS=head.bias is not None,
         HAS_SOFTCAP=head.softcap is not None, HAS_DRAWN=lists.draws,
+        HAS_ENTROPY=state.has_entropy,
         HAS_TAIL=state.share is not None, HAS_MEAN=state.mean is not None,
         HAS_CLASS_WEIGHT=head.class_weight is not None, HAS_GRAD_HIDDEN=grads.hidden is not None,
         HAS_GRAD_WEIGHT=grads.weight is not None, HAS_GRAD_BIAS=grads.bias is not None,

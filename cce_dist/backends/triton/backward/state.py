@@ -23,10 +23,14 @@ from cce_dist.backends.triton.filter.lists import TILE, ListedLogits, Lists
 from cce_dist.backends.triton.filter.marks import KeptColumns
 from cce_dist.backends.triton.filter.tail import centroids, padded_groups
 from cce_dist.backends.triton.kernels.backward.store_hidden import store_hidden_kernel
-from cce_dist.backends.triton.kernels.filter.tail import group_sums_kernel, token_sums_kernel
+from cce_dist.backends.triton.kernels.filter.tail import (
+    entropy_tail_kernel,
+    group_sums_kernel,
+    token_sums_kernel,
+)
 from cce_dist.backends.triton.launch.arguments import for_kernels, with_unit_inner_stride
 from cce_dist.backends.triton.launch.start import start
-from cce_dist.backends.triton.launch.tiles import KernelTiles, num_programs, tiles_for
+from cce_dist.backends.triton.launch.tiles import KernelTiles, interpreted, num_programs, tiles_for
 from cce_dist.core.streams import start_on_side_stream
 from cce_dist.core.types import Head, Tokens
 from cce_dist.options import TOKEN_BLOCK
@@ -172,7 +176,15 @@ class BackwardState:
 
     @property
     def tail_mass(self) -> Tensor | None:
+        """[P] d_logits of each token's dropped columns, summed; without the entropy's part, which
+        drawn columns add to the hidden gradient by themselves."""
         return self.per_token.tail_mass
+
+    @property
+    def whole_tail_mass(self) -> Tensor | None:
+        """[P] the same with the entropy's part, as a product of marginals has it."""
+        of_entropy = self.per_token.entropy_tail
+        return self.tail_mass if of_entropy is None else of_entropy[0]
 
     @property
     def mean(self) -> Tensor | None:
@@ -225,7 +237,7 @@ class BackwardState:
             self.hidden,
             self.per_token.rows,
             self.count,
-            self.or_dummy(self.tail_mass),
+            self.or_dummy(self.whole_tail_mass),
             self.or_dummy(self.mean),
             part,
             part_bias,
@@ -252,17 +264,40 @@ class BackwardState:
             HAS_MEAN=with_mean,
         )
 
+        add_spread = self._add_spread()
+
         def launch() -> None:
             sum_columns()
+            if add_spread is not None:
+                add_spread()
             sum_tokens()
             sum_groups()
 
         return launch
 
+    def _add_spread(self) -> Callable[[], None] | None:
+        """Prepares the last term of `TokenUpstream.entropy_tail`; None: there is none."""
+        share, entropy_tail = self.share, self.per_token.entropy_tail
+        if share is None or entropy_tail is None:
+            return None
+        block_v, num_warps = (4096, 4) if interpreted() else (2048, 8)
+        return functools.partial(
+            start(entropy_tail_kernel, (self.groups,)),
+            share,
+            entropy_tail,
+            share.shape[1],
+            entropy_tail.shape[1],
+            self.tokens_per_group,
+            BLOCK_V=block_v,
+            BLOCK_N=TOKEN_BLOCK,
+            num_warps=num_warps,
+        )
+
     def finish_hidden(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """Adds the tail to `part`, [num_rows, D] fp32. Returns it in `dtype`; in place for fp32."""
         if self.by_torch and dtype == part.dtype:
             return part
+        draws = self.lists is not None and self.lists.draws
         dim, out = self.weight.shape[1], part
         if dtype != part.dtype:
             out = torch.empty_like(part, dtype=dtype)
@@ -273,7 +308,7 @@ class BackwardState:
             self.per_token.rows,
             self.count,
             self.or_dummy(None if self.lists is None else self.lists.num_chunks),
-            self.or_dummy(self.tail_mass),
+            self.or_dummy(self.tail_mass if draws else self.whole_tail_mass),
             self.drawn_total,
             self.per_token.grad_scale,
             self.or_dummy(self.mean),
@@ -285,7 +320,7 @@ class BackwardState:
             BLOCK_N=TOKEN_BLOCK,
             BLOCK_D=block_d,
             HAS_TAIL=self.share is not None,
-            HAS_DRAWN=self.lists is not None and self.lists.draws,
+            HAS_DRAWN=draws,
             HAS_MEAN=self.mean is not None,
             EVERY=self.lists is None,
         )

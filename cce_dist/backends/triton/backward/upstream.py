@@ -30,6 +30,8 @@ class TokenUpstream:
     targets: Tensor  # [P] int32, -1: none here
     scale: float | Tensor  # factor of all logits, or [P] fp32 of each token's
     tail_mass: Tensor | None  # [P] upstream times dropped mass
+    # [2, P]: tail_mass with the entropy's part, but for log s_v; factor of the mean of log s_v
+    entropy_tail: Tensor | None
     mean: Tensor | None  # [P] upstream of the mean logit, where it is linear
 
     @classmethod
@@ -70,6 +72,9 @@ class TokenUpstream:
             targets=new(size, dtype=torch.int32),
             scale=_scale_of(tokens, head, order, size),
             tail_mass=None if log_dropped is None else new(size, dtype=fp32),
+            entropy_tail=(
+                None if log_dropped is None or grads[2] is None else new(2, size, dtype=fp32)
+            ),
             mean=new(size, dtype=fp32) if linear else None,
         )
         # Without its gradient the entropy is no argument: a binary less.
@@ -86,6 +91,7 @@ class TokenUpstream:
             per_token.read_rows,
             per_token.targets,
             count if per_token.tail_mass is None else per_token.tail_mass,
+            count if per_token.entropy_tail is None else per_token.entropy_tail,
             count if per_token.mean is None else per_token.mean,
             len(tokens),
             head.logit_scale,

@@ -118,6 +118,7 @@ def filtered_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
@@ -218,7 +219,7 @@ def filtered_kernel(
                         segment_ptr + at, entries_ptr + other, workspace_ptr, stored_ptr, ref_ptr,
                         bad_ref_ptr, drawn_sum_ptr, num_tiles, num_blocks, D, stride_hn, stride_wv,
                         scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION,
-                        WIDE, HAS_STORED, HAS_BIAS, HAS_SOFTCAP, HAS_DRAWN,
+                        WIDE, HAS_STORED, HAS_BIAS, HAS_SOFTCAP, HAS_DRAWN, HAS_ENTROPY,
                     )  # fmt: skip
                 else:
                     pair_task(

@@ -152,7 +152,8 @@ def sdd_kept_task(
     stored_ptr,  # the same memory
     ref_ptr,  # [N] log2
     bad_ref_ptr,  # [num_blocks] int32
-    drawn_sum_ptr,  # [tasks, TOKENS] fp32 sum of the d_logits of drawn entries: out
+    drawn_sum_ptr,  # [tasks, TOKENS] fp32: sum of drawn entries' d_logits without the entropy's
+    # part: out
     num_tiles,
     num_blocks,
     D,
@@ -172,6 +173,7 @@ def sdd_kept_task(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
 ):
     """Computes d_logits of SEGMENT entries of a token block's list of columns."""
     block, place, length, row = segment_of(
@@ -211,6 +213,7 @@ def sdd_kept_task(
     if HAS_SOFTCAP:
         slope = tl.where(is_target, slope_at(z, scale_across(scale, token), softcap), slope)
     log_p = tl.where(is_target, z, of_entry) - tl.load(upstream_ptrs + 5 * N)[None, :]
+    surprise = log_p
     if HAS_DRAWN:
         # A drawn column counts 2^draw_level times.
         log_p += tl.where(drawn, draw_level_of(column, seed), 0).to(tl.float32)[:, None]
@@ -218,9 +221,13 @@ def sdd_kept_task(
     grad = p * tl.load(upstream_ptrs)[None, :]
     grad -= tl.where(is_target, tl.load(upstream_ptrs + N)[None, :], 0.0)
     grad = tl.where(listed[:, None], grad * slope, 0.0)
-    # The products read whole steps of the list.
-    written = (place < tl.cdiv(length, BLOCK_K) * BLOCK_K)[:, None]
-    tl.store(workspace_ptr + at, grad.to(workspace_ptr.dtype.element_ty), mask=written)
     if HAS_DRAWN:
         total = tl.sum(tl.where(drawn[:, None], grad, 0.0), 0)
         tl.store(drawn_sum_ptr + task.to(tl.int64) * TOKENS + tl.arange(0, TOKENS), total)
+    if HAS_ENTROPY:
+        surprise = tl.where(p > 0, surprise / LOG2E, 0.0) + tl.load(upstream_ptrs + 3 * N)[None, :]
+        of_entropy = p * surprise * tl.load(upstream_ptrs + 2 * N)[None, :]
+        grad -= tl.where(listed[:, None], of_entropy * slope, 0.0)
+    # The products read whole steps of the list.
+    written = (place < tl.cdiv(length, BLOCK_K) * BLOCK_K)[:, None]
+    tl.store(workspace_ptr + at, grad.to(workspace_ptr.dtype.element_ty), mask=written)

@@ -80,6 +80,7 @@ def upstream_kernel(
     read_row_ptr,  # [N_padded] int64: as above, but never an ignored token's row: out
     target_ptr,  # [N_padded] int32: out
     tail_mass_ptr,  # [N_padded] upstream of the probabilities times the dropped mass: out
+    entropy_tail_ptr,  # [2, N_padded]: see `TokenUpstream`: out
     mean_ptr,  # [N_padded] upstream of the mean logit: out
     N,
     scale,
@@ -152,6 +153,12 @@ def upstream_kernel(
     if HAS_TAIL:
         log_dropped = tl.load(dropped_ptr + place, mask=counts, other=float("-inf"))
         dropped = tl.exp2((log_dropped - lse) * LOG2E)
-        tl.store(tail_mass_ptr + token, probability * scale * dropped)
+        tail_mass = probability * scale * dropped
+        tl.store(tail_mass_ptr + token, tail_mass)
+        if HAS_ENTROPY:
+            of_spread = -of_entropy * scale * dropped
+            known = tl.where(dropped > 0, log_dropped - lse, 0.0) + entropy
+            tl.store(entropy_tail_ptr + token, tail_mass + of_spread * known)
+            tl.store(entropy_tail_ptr + size + token, of_spread)
     if HAS_MEAN:
         tl.store(mean_ptr + token, of_mean)

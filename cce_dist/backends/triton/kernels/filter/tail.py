@@ -7,6 +7,8 @@ group, whose share of every column is its class weight. docs/design/tail.md#the-
 import triton
 import triton.language as tl
 
+from cce_dist.backends.triton.kernels.numbers import LOG2E
+
 
 @triton.jit
 def shares_of(
@@ -150,7 +152,7 @@ def token_sums_kernel(
     hidden_ptr,
     rows_ptr,
     count_ptr,
-    mass_ptr,  # [N_padded] upstream times dropped mass
+    mass_ptr,  # [N_padded] upstream times dropped mass, for the weight
     mean_ptr,  # [N_padded] upstream of the mean logit
     part_ptr,  # [2, num_blocks, D] fp32 sum over a block's tokens of mass E_i, of mean E_i: out
     part_bias_ptr,  # [2, num_blocks] fp32 sum of mass, of mean: out
@@ -214,3 +216,35 @@ def group_sums_kernel(
     tl.store(tail_ptr + group * D + dims, acc * inverse, mask=dims < D)
     if tl.program_id(1) == 0:
         tl.store(tail_bias_ptr + group, total * inverse)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "tokens_per_group"])
+def entropy_tail_kernel(
+    share_ptr,  # [groups, V]
+    entropy_tail_ptr,  # [2, num_tokens]: see `TokenUpstream`: in and out
+    V,
+    num_tokens,  # padded
+    tokens_per_group,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Adds the mean of log s_v over a group's dropped columns to its tokens' tail of the
+    entropy."""
+    group = tl.program_id(0)
+    total = tl.zeros((BLOCK_V,), tl.float32)
+    weighted = total
+    for start in tl.range(0, V, BLOCK_V, num_stages=3):
+        column = start + tl.arange(0, BLOCK_V)
+        at = group.to(tl.int64) * V + column
+        share = tl.load(share_ptr + at, mask=column < V, other=0.0).to(tl.float32)
+        total += share
+        weighted += share * tl.log2(tl.where(share > 0, share, 1.0))
+    mass = tl.sum(total, 0)
+    # The shares are not normalised: s_v is a share over their sum.
+    mean = tl.where(mass > 0, tl.sum(weighted, 0) / mass - tl.log2(mass), 0.0) / LOG2E
+    for start in range(0, tokens_per_group, BLOCK_N):
+        token = group * tokens_per_group + start + tl.arange(0, BLOCK_N)
+        inside = token < num_tokens
+        of_spread = tl.load(entropy_tail_ptr + num_tokens + token, mask=inside, other=0.0)
+        known = tl.load(entropy_tail_ptr + token, mask=inside, other=0.0)
+        tl.store(entropy_tail_ptr + token, known + of_spread * mean, mask=inside)
