@@ -58,6 +58,7 @@ class TokenUpstream:
         of_tokens = [*grads[:3], grads[3] if of_elements else None]
         divides = head.weight.element_size() == 2 and not by_torch
         divides = divides and any(g is not None for g in of_tokens)
+        has_entropy_tail = log_dropped is not None and grads[2] is not None
 
         def new(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=lse.device)
@@ -72,9 +73,7 @@ class TokenUpstream:
             targets=new(size, dtype=torch.int32),
             scale=_scale_of(tokens, head, order, size),
             tail_mass=None if log_dropped is None else new(size, dtype=fp32),
-            entropy_tail=(
-                None if log_dropped is None or grads[2] is None else new(2, size, dtype=fp32)
-            ),
+            entropy_tail=new(2, size, dtype=fp32) if has_entropy_tail else None,
             mean=new(size, dtype=fp32) if linear else None,
         )
         # Without its gradient the entropy is no argument: a binary less.
