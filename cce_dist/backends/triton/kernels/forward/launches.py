@@ -70,9 +70,12 @@ def turns_before(tile, split, splits):
 
 @triton.jit
 def turns_until(launch, num_turns):
-    """Returns the turn where a launch ends: each of FIRST to LAST ends four times as far."""
+    """Returns the turn where a launch ends: each of FIRST to LAST ends four times as far, and at
+    least one turn further while there are any. Two launches that end at one turn would tell
+    `expected_reference` nothing."""
     shift = tl.minimum(launch - LAST, 0) * -2
-    return (num_turns + (1 << shift) - 1) >> shift
+    turns = (num_turns + (1 << shift) - 1) >> shift
+    return tl.maximum(turns, tl.minimum(launch, num_turns))
 
 
 @triton.jit

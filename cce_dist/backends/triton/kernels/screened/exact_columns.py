@@ -24,7 +24,7 @@ def guard_parts_kernel(
     lse_ptr,  # [N] natural log, of the 8-bit logits
     unkept_ptr,  # [N] log of the sum over columns not kept
     variance_ptr,  # [N] of an 8-bit logit's error
-    lower_ptr,  # [N] lower bound of lse over all ranks, log2; in place
+    lower_ptr,  # [N] lower bound or estimate of lse over all ranks, log2; in place
     number_ptr,  # [num_parts] int32: pairs of a column and a block that keeps it: out
     error_ptr,  # [num_parts] fp32: sum over tokens of their error's variance: out
     full_shape_ptr,  # [3] int32: shape of the forward in full precision; all but its blocks: out
@@ -40,7 +40,7 @@ def guard_parts_kernel(
     GROUPS: tl.constexpr,
 ):
     """Counts kept pairs among BLOCKS token blocks x BLOCK_V columns; sums the errors' variance over
-    a share of the tokens, and raises their lower bounds."""
+    a share of the tokens, and raises their lower bounds to what the 8-bit logits say."""
     part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     num_parts = tl.num_programs(0) * tl.num_programs(1)
     count, blocks = tl.load(count_ptr), tl.load(shape_ptr)
@@ -64,8 +64,9 @@ def guard_parts_kernel(
         # A token whose unkept mass is 0 has no error; its lse may be -inf too.
         tail = tl.where(unkept == float("-inf"), 0.0, tl.exp2(unkept * LOG2E - whole))
         total += tl.where(counts, tail * tail * variance, 0.0)
-        # A bound of the full lse too: an 8-bit logit errs by a few standard deviations at most.
-        known = (lse - 1.0 - 6.0 * tl.sqrt(variance)) * LOG2E
+        # The full forward records masses by it. An lse errs less than one 8-bit logit, and a bound
+        # further below would make masses so large that a flat softmax keeps every column.
+        known = (lse - tl.sqrt(variance)) * LOG2E
         raised = tl.where((tl.abs(known) < 1e30) & (known > lower), known, lower)
         tl.store(lower_ptr + token, raised, mask=counts)
     tl.store(error_ptr + part, tl.sum(total, 0))
