@@ -59,7 +59,7 @@ def forward_kernel(
     # HAS_UNKEPT, of exp2(z - ref) over dropped columns. A launch reads the slot that the launch
     # before wrote, and writes the next one: out
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
-    extras_ptr,  # [7, size]: see `add_extras`
+    extras_ptr,  # [8, size]: see `add_extras`
     logits,  # [columns, N] z - ref, log2, of tiles from `start_tile`, if HAS_LOGITS: out;
     # descriptor of BLOCK_V x BLOCK_N. In such a launch all splits have the same `ref`
     logit_ptr,  # pointer to the same
@@ -87,6 +87,7 @@ def forward_kernel(
     HAS_SCORE: tl.constexpr,
     BY_LARGEST: tl.constexpr,
     HAS_SURPLUS: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     HAS_MOMENTS: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
@@ -130,6 +131,8 @@ def forward_kernel(
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     stride = num_blocks * BLOCK_N
     state_ptrs = state_ptr + slot_of(launch) * 4 * size + split * stride + rows
+    extras_ptrs = extras_ptr + split * stride + rows
+    squares_ptrs = extras_ptrs + 7 * size
     num_turns = turns_before(end_tile, split, splits)
     num_turns = tl.where(block * BLOCK_N < count, num_turns, 0)
     all_turns = num_turns
@@ -142,13 +145,18 @@ def forward_kernel(
     if IS_ROBUST:
         before = tl.load(state_ptrs + size)
         failed = (before != before) | (before == float("inf"))
+        if HAS_SQUARES:
+            # A square overflows from half that logit on.
+            squares = tl.load(squares_ptrs)
+            failed = failed | (squares != squares) | (squares == float("inf"))
         turn = 0
         num_turns = tl.where(tl.max(failed.to(tl.int32), 0) > 0, num_turns, 0)
         if num_turns == 0:
             return
     start_state(
-        lower_ptr + rows, state_ptr + rows, split * stride, splits, stride, size, rows < count,
-        launch, all_turns, BLOCK_N, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT, HAS_LOGITS, IS_ROBUST,
+        lower_ptr + rows, state_ptr + rows, squares_ptrs, split * stride, splits, stride, size,
+        rows < count, launch, all_turns, BLOCK_N, HAS_SCORE, HAS_SURPLUS, HAS_SQUARES, HAS_UNKEPT,
+        HAS_LOGITS, IS_ROBUST,
     )  # fmt: skip
     threshold = keep
     if not BY_LARGEST:
@@ -185,8 +193,8 @@ def forward_kernel(
             if HAS_ARGMAX or HAS_MOMENTS or HAS_SMOOTH:
                 add_extras(
                     x * scale_across(scale, rows), columns, tile == split, V, class_weight_ptr,
-                    extras_ptr + split * stride + rows, size, BLOCK_V, HAS_ARGMAX, HAS_MOMENTS,
-                    HAS_SMOOTH, HAS_CLASS_WEIGHT,
+                    extras_ptrs, size, BLOCK_V, HAS_ARGMAX, HAS_MOMENTS, HAS_SMOOTH,
+                    HAS_CLASS_WEIGHT,
                 )  # fmt: skip
             factor = log2_scale_across(log2_scale, rows)
             if tile * BLOCK_V + BLOCK_V > V:
@@ -195,8 +203,9 @@ def forward_kernel(
             if IS_ROBUST:
                 ref = tl.maximum(tl.max(x * factor, 0), ref)
                 total, dropped = raise_reference(
-                    total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
-                )
+                    total, dropped, ref, state_ptrs, squares_ptrs, size, HAS_SCORE, HAS_SURPLUS,
+                    HAS_SQUARES, HAS_UNKEPT,
+                )  # fmt: skip
             log_p = x * factor - ref[None, :]
             if HAS_LOGITS:
                 local = (tile - start_tile) * BLOCK_V
@@ -211,6 +220,9 @@ def forward_kernel(
             if HAS_SURPLUS:
                 excess = tl.sum(tl.where(p > 0, p * (x * factor - ref[None, :]), 0.0), 0)
                 tl.store(state_ptrs + 3 * size, tl.load(state_ptrs + 3 * size) + excess)
+                tl.debug_barrier()
+            if HAS_SQUARES:
+                tl.store(squares_ptrs, tl.load(squares_ptrs) + tl.sum(p * p, 0))
                 tl.debug_barrier()
             if HAS_SCORE:
                 q = p * slope if HAS_SOFTCAP else p
@@ -228,8 +240,9 @@ def forward_kernel(
         whole_total = whole_sum(total) + tl.load(state_ptrs + size)
         ref = tl.load(state_ptrs) + tl.maximum(tl.log2(whole_total), 0.0)
         total, dropped = raise_reference(
-            total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
-        )
+            total, dropped, ref, state_ptrs, squares_ptrs, size, HAS_SCORE, HAS_SURPLUS,
+            HAS_SQUARES, HAS_UNKEPT,
+        )  # fmt: skip
     tl.store(state_ptrs + size, whole_sum(total) + tl.load(state_ptrs + size))
     if HAS_SCORE:
         of_dropped = whole_sum(dropped) + tl.load(state_ptrs + 2 * size)
