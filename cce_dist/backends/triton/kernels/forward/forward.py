@@ -42,6 +42,17 @@ def dequantized(
     return x + shift[:, None] + tl.load(token_ptrs + N)[None, :]
 
 
+@triton.jit
+def overflowed(x):
+    return (x != x) | (x == float("inf"))
+
+
+@triton.jit
+def add_to(ptrs, x):
+    tl.store(ptrs, tl.load(ptrs) + x)
+    tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=["launch", "start_tile", "end_tile"])
 def forward_kernel(
     hidden,  # [N, D] packed: the tokens that count first; N a multiple of BLOCK_N below
@@ -131,8 +142,7 @@ def forward_kernel(
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     stride = num_blocks * BLOCK_N
     state_ptrs = state_ptr + slot_of(launch) * 4 * size + split * stride + rows
-    extras_ptrs = extras_ptr + split * stride + rows
-    squares_ptrs = extras_ptrs + 7 * size
+    squares_ptrs = extras_ptr + 7 * size + split * stride + rows
     num_turns = turns_before(end_tile, split, splits)
     num_turns = tl.where(block * BLOCK_N < count, num_turns, 0)
     all_turns = num_turns
@@ -143,12 +153,10 @@ def forward_kernel(
     total = tl.zeros((8, 8, BLOCK_N), tl.float32)
     dropped = tl.zeros((8, 8, BLOCK_N), tl.float32)
     if IS_ROBUST:
-        before = tl.load(state_ptrs + size)
-        failed = (before != before) | (before == float("inf"))
+        failed = overflowed(tl.load(state_ptrs + size))
         if HAS_SQUARES:
             # A square overflows from half that logit on.
-            squares = tl.load(squares_ptrs)
-            failed = failed | (squares != squares) | (squares == float("inf"))
+            failed = failed | overflowed(tl.load(squares_ptrs))
         turn = 0
         num_turns = tl.where(tl.max(failed.to(tl.int32), 0) > 0, num_turns, 0)
         if num_turns == 0:
@@ -167,9 +175,7 @@ def forward_kernel(
         tl.store(kept_ref_ptr + rows, tl.load(state_ptrs), mask=(split == 0) & (rows < N))
     while turn < num_turns:
         first = turn
-        turns_of_launch = turn - start_turn
-        turn += tl.maximum(turns_of_launch, 1)
-        turn = tl.minimum(turn, num_turns)
+        turn = tl.minimum(turn + tl.maximum(turn - start_turn, 1), num_turns)
         if HAS_LOGITS:
             turn = num_turns
         for tile in range(split + first * splits, split + turn * splits, splits):
@@ -193,8 +199,8 @@ def forward_kernel(
             if HAS_ARGMAX or HAS_MOMENTS or HAS_SMOOTH:
                 add_extras(
                     x * scale_across(scale, rows), columns, tile == split, V, class_weight_ptr,
-                    extras_ptrs, size, BLOCK_V, HAS_ARGMAX, HAS_MOMENTS, HAS_SMOOTH,
-                    HAS_CLASS_WEIGHT,
+                    extras_ptr + split * stride + rows, size, BLOCK_V, HAS_ARGMAX, HAS_MOMENTS,
+                    HAS_SMOOTH, HAS_CLASS_WEIGHT,
                 )  # fmt: skip
             factor = log2_scale_across(log2_scale, rows)
             if tile * BLOCK_V + BLOCK_V > V:
@@ -219,11 +225,9 @@ def forward_kernel(
             total += partial_sums(p, BLOCK_V, BLOCK_N)
             if HAS_SURPLUS:
                 excess = tl.sum(tl.where(p > 0, p * (x * factor - ref[None, :]), 0.0), 0)
-                tl.store(state_ptrs + 3 * size, tl.load(state_ptrs + 3 * size) + excess)
-                tl.debug_barrier()
+                add_to(state_ptrs + 3 * size, excess)
             if HAS_SQUARES:
-                tl.store(squares_ptrs, tl.load(squares_ptrs) + tl.sum(p * p, 0))
-                tl.debug_barrier()
+                add_to(squares_ptrs, tl.sum(p * p, 0))
             if HAS_SCORE:
                 q = p * slope if HAS_SOFTCAP else p
                 mass = tl.sum(q, 1)
@@ -234,16 +238,13 @@ def forward_kernel(
                 drops = tl.where(keeps, 0.0, 1.0)
                 dropped += partial_sums(q * drops[:, None], BLOCK_V, BLOCK_N)
                 if HAS_UNKEPT:
-                    unkept = tl.sum(p * drops[:, None], 0)
-                    tl.store(state_ptrs + 3 * size, tl.load(state_ptrs + 3 * size) + unkept)
-                    tl.debug_barrier()
+                    add_to(state_ptrs + 3 * size, tl.sum(p * drops[:, None], 0))
         whole_total = whole_sum(total) + tl.load(state_ptrs + size)
         ref = tl.load(state_ptrs) + tl.maximum(tl.log2(whole_total), 0.0)
         total, dropped = raise_reference(
             total, dropped, ref, state_ptrs, squares_ptrs, size, HAS_SCORE, HAS_SURPLUS,
             HAS_SQUARES, HAS_UNKEPT,
         )  # fmt: skip
-    tl.store(state_ptrs + size, whole_sum(total) + tl.load(state_ptrs + size))
+    add_to(state_ptrs + size, whole_sum(total))
     if HAS_SCORE:
-        of_dropped = whole_sum(dropped) + tl.load(state_ptrs + 2 * size)
-        tl.store(state_ptrs + 2 * size, of_dropped)
+        add_to(state_ptrs + 2 * size, whole_sum(dropped))

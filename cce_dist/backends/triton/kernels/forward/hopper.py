@@ -24,7 +24,6 @@ from cce_dist.backends.triton.kernels.forward.hopper_stats import (
     allocate_sums,
     end_largest,
     start_stats,
-    take_sum,
     update_stats,
 )
 from cce_dist.backends.triton.kernels.forward.hopper_sums import (
@@ -262,15 +261,8 @@ def sum_tiles(
                     dropped = add_dropped_columns(
                         p, dropped, mass_ptr, columns, V, threshold, ROWS, BLOCK_N, BY_LARGEST
                     )
-        surplus = first_ref
-        squares = first_ref
-        of_group = stat_tiles.shape[0] // GROUPS * group
-        if HAS_SURPLUS:
-            surplus = take_sum(stat_tiles.index(of_group), by_token)
-        if HAS_SQUARES:
-            squares = take_sum(stat_tiles.index(of_group + HAS_SURPLUS), by_token)
         next_ref = end_stretch(
-            state_ptrs, squares_ptrs, size, total, dropped, unkept, surplus, squares, HAS_SCORE,
+            state_ptrs, squares_ptrs, size, total, dropped, unkept, stat_tiles, group, HAS_SCORE,
             HAS_SURPLUS, HAS_SQUARES, HAS_UNKEPT,
         )  # fmt: skip
         ref_tile.store(next_ref)

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward import launches
+from cce_dist.backends.triton.kernels.forward.hopper_stats import GROUPS, take_sum
 from cce_dist.backends.triton.kernels.forward.hopper_sums import whole_sum
 
 exp2_of = gluon.jit(numbers.exp2_of.fn)
@@ -84,8 +85,8 @@ def end_stretch(
     total,  # [4, 8, BLOCK_N] sums of a stretch of tiles: see `hopper.sum_tiles`
     dropped,
     unkept,
-    surplus,  # [BLOCK_N]
-    squares,  # [BLOCK_N]
+    sum_tiles,  # see `allocate_sums`
+    group,
     HAS_SCORE: gl.constexpr,
     HAS_SURPLUS: gl.constexpr,
     HAS_SQUARES: gl.constexpr,
@@ -106,9 +107,12 @@ def end_stretch(
     if HAS_UNKEPT:
         of_unkept = gl.load(state_ptrs + 3 * size) + whole_sum(unkept, layout)
         gl.store(state_ptrs + 3 * size, of_unkept * shrink)
+    first_sum = sum_tiles.shape[0] // GROUPS * group
     if HAS_SURPLUS:
+        surplus = take_sum(sum_tiles.index(first_sum), layout)
         excess = gl.load(state_ptrs + 3 * size) + surplus
         gl.store(state_ptrs + 3 * size, (excess - gain * whole) * shrink)
     if HAS_SQUARES:
+        squares = take_sum(sum_tiles.index(first_sum + HAS_SURPLUS), layout)
         gl.store(squares_ptrs, (gl.load(squares_ptrs) + squares) * (shrink * shrink))
     return next_ref
