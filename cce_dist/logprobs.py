@@ -20,6 +20,7 @@ from cce_dist.options import (
     require_choice,
     require_factor,
     require_finite,
+    require_stats,
 )
 from cce_dist.vocab_shard import VocabShard
 
@@ -32,17 +33,19 @@ IGNORED = -100
 # torch.compile does not trace the defaults of LossOptions itself.
 UNSCREENED = Screen()
 GradientOfEach = Literal["filtered", "exact"]
+LogprobStat = Literal["entropy", "sum_p2"]
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities and entropy of each token.
+    """Log-probabilities of each token, and the statistics that were asked for; others are None.
 
-    Fields have targets' (shifted) shape, fp32 (float64 for float64 inputs), and are differentiable.
+    Fields have targets' (shifted) shape, fp32 (float64 for float64 inputs), and are 0 where a token
+    is left out.
     """
 
-    logprobs: Tensor  # natural log of the target's probability; 0 where a token is left out
-    # The softmax's entropy, in nats; 0 where a token is left out; None: not asked for.
-    entropy: Tensor | None
+    logprobs: Tensor  # natural log of the target's probability; differentiable
+    entropy: Tensor | None  # the softmax's entropy, in nats; differentiable
+    sum_p2: Tensor | None = None  # log of the sum of squared probabilities
 
 
 def token_logprobs(
@@ -53,6 +56,7 @@ def token_logprobs(
     mask: Tensor | None = None,  # [...] bool
     temperature: float | Tensor = 1.0,  # a Tensor: [...], any float dtype
     entropy: bool = False,
+    stats: tuple[LogprobStat, ...] = (),
     bias: Tensor | None = None,  # [V_local]
     group: Group | DeviceMesh | None = None,
     vocab_shard: VocabShard | None = None,
@@ -80,17 +84,21 @@ def token_logprobs(
             gradient is -(logprob + entropy) / temperature of each token, times the upstream one.
             Values at tokens that do not count are not read.
         entropy: compute the entropy; it costs next to nothing, and is differentiable.
+        stats: "entropy", as with `entropy`, and "sum_p2".
         gradient: "filtered" or "exact".
     Raises:
         ValueError: an argument is not supported; the message says which.
     Collectives, determinism: the same as `linear_cross_entropy` with reduction "none".
     """
     require_bool("entropy", entropy)
+    require_stats(stats, get_args(LogprobStat))
+    if entropy and "entropy" not in stats:
+        stats = ("entropy", *stats)
     require_choice("gradient", gradient, get_args(GradientOfEach))
     logit_scale = require_finite("logit_scale", logit_scale)
     token_temperature = None
     if isinstance(temperature, Tensor):
-        token_temperature = _temperature_of_tokens(temperature, targets, entropy)
+        token_temperature = _temperature_of_tokens(temperature, targets, "entropy" in stats)
     else:
         logit_scale = _divide(logit_scale, temperature)
     if mask is not None:
@@ -105,14 +113,14 @@ def token_logprobs(
         gradient=gradient,
         filter=filter,
         screen=UNSCREENED,
-        stats=("entropy",) if entropy else (),
+        stats=stats,
         backend=backend,
         workspace_bytes=workspace_bytes,
     )
     inputs = Inputs(hidden, weight, targets, bias, temperature=token_temperature)
     result = compute_loss(inputs, options, group, vocab_shard)
     if isinstance(result, LossOutput):
-        return TokenLogprobs(0.0 - result.loss, result.entropy)
+        return TokenLogprobs(0.0 - result.loss, result.entropy, result.sum_p2)
     return TokenLogprobs(0.0 - result, None)
 
 

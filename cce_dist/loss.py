@@ -101,9 +101,10 @@ def linear_cross_entropy(
             quantises the weight.
         grad_weight_into: a tensor to which the weight's gradient is added. weight.grad then stays
             None, and DDP does not reduce the gradient.
-        stats: any of "lse", "entropy", "correct", "tail_mass", "logit_moments", "screened". "lse"
-            and "entropy" are differentiable. "tail_mass" computes the kept columns once more, and
-            gathers [N] numbers. "screened" tells whether logits were screened, on all ranks.
+        stats: any of "lse", "entropy", "correct", "tail_mass", "logit_moments", "screened" and
+            "sum_p2", of which "lse" and "entropy" are differentiable. "tail_mass" computes the kept
+            columns once more, and gathers [N] numbers. "screened" tells whether logits were
+            screened, on all ranks. "sum_p2" is the log of the sum of squared probabilities.
         workspace_bytes: bound of the logits and their temporaries in memory at once; at least
             one tile of 128 tokens. None: 64 MiB, and 8 KiB more for each token beyond 8,192, so
             that the time of a token stays the same. With logits="screened" 17 KiB a token if that
@@ -126,10 +127,10 @@ def linear_cross_entropy(
         ValueError: an argument or a combination is not supported; the message says which.
         RuntimeError: a backward through lse or entropy with gradient="in_forward".
     Collectives on `group`, bytes a rank (float64: twice as many):
-        Forward: one all-gather of 8 N + 32, and 4 N more for label smoothing, 4 N for entropy, 8 N
-        for correct, 16 N for moments ("in_forward" of every column: one a chunk of tokens).
-        tail_mass adds one of 4 N. Before them come four of 4 N if backend "triton" filters, one if
-        "torch" screens, and on the CPU one of 40 bytes for the sizes.
+        Forward: one all-gather of 8 N + 32, and 4 N more for label smoothing, 4 N for entropy, 4 N
+        for sum_p2, 8 N for correct, 16 N for moments ("in_forward" of every column: one a chunk of
+        tokens). tail_mass adds one of 4 N. Before them come four of 4 N if backend "triton"
+        filters, one if "torch" screens, and on the CPU one of 40 bytes for the sizes.
         Backward: one all-reduce of [N, D] fp32; or for 16-bit hidden, if W divides N, a
         reduce-scatter, and an all-gather of the sum in 16 bits. With "in_forward" these are in the
         forward.

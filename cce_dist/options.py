@@ -13,7 +13,7 @@ GradientMode = Literal["filtered", "exact", "in_forward"]
 LogitsMode = Literal["full", "screened"]
 EightBitDtype = Literal["auto", "int8", "e4m3"]
 Backend = Literal["auto", "triton", "torch"]
-Stat = Literal["lse", "entropy", "correct", "tail_mass", "logit_moments", "screened"]
+Stat = Literal["lse", "entropy", "correct", "tail_mass", "logit_moments", "screened", "sum_p2"]
 
 # In 16 bits "auto" keeps a column of a block from this mass on. In fp32 and float64 the limit is
 # AUTO_KEEP_SHARE of the uniform mass 128 / V: the dropped mass is then at most the dtype's rounding
@@ -52,6 +52,13 @@ _NUMBERS = (
 
 # Bounds of a factor of the logits, in size: fp32 must hold it, its inverse and its parts.
 LEAST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30
+
+
+def require_stats(stats: object, allowed: tuple[str, ...]) -> None:
+    if not isinstance(stats, tuple):
+        raise ValueError(f'stats must be a tuple such as ("{allowed[0]}",), got {stats!r}')
+    for stat in stats:
+        require_choice("every entry of stats", stat, allowed)
 
 
 def require_choice(name: str, got: object, choices: tuple[str, ...]) -> None:
@@ -233,10 +240,7 @@ class LossOptions:
         require_choice("gradient", self.gradient, get_args(GradientMode))
         require_choice("logits", self.logits, get_args(LogitsMode))
         require_choice("backend", self.backend, get_args(Backend))
-        if not isinstance(self.stats, tuple):
-            raise ValueError(f'stats must be a tuple such as ("lse",), got {self.stats!r}')
-        for stat in self.stats:
-            require_choice("every entry of stats", stat, get_args(Stat))
+        require_stats(self.stats, get_args(Stat))
         if not isinstance(self.filter, Filter):
             raise ValueError(f"filter must be a cce_dist.Filter, got {self.filter!r}")
         if not isinstance(self.screen, Screen):
@@ -324,7 +328,8 @@ class LossOptions:
                 f'{mode} keeps every column; use gradient="filtered" and a filter whose keep or '
                 'eps is above 0, or logits="full"'
             )
-        wrong = [stat for stat in ("entropy", "correct", "logit_moments") if stat in self.stats]
+        exact = ("entropy", "sum_p2", "correct", "logit_moments")
+        wrong = [stat for stat in exact if stat in self.stats]
         if wrong:
             raise ValueError(
                 f'stats must not have {", ".join(map(repr, wrong))} with logits="screened", whose '

@@ -19,6 +19,7 @@ class Reference(NamedTuple):
     nll: Tensor
     lse: Tensor
     entropy: Tensor
+    sum_p2: Tensor
     correct: Tensor
     max_logit: Tensor
     mean_logit: Tensor
@@ -86,6 +87,7 @@ def linear_cross_entropy_reference(
     lse = logits.logsumexp(-1)
     log_p = logits - lse[..., None]
     nll = -log_p.gather(-1, ids[..., None])[..., 0]
+    sum_p2 = (2 * log_p).logsumexp(-1)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
 
     weights = logits.new_ones(vocab_size) if class_weight is None else class_weight.to(logits)
@@ -112,6 +114,7 @@ def linear_cross_entropy_reference(
         nll=keep(nll),
         lse=keep(lse),
         entropy=keep(entropy),
+        sum_p2=keep(sum_p2),
         correct=valid & (logits.argmax(-1) == targets),
         max_logit=keep(logits.amax(-1)),
         mean_logit=keep(mean),

@@ -71,7 +71,8 @@ def _plain_outputs(stats: Stats, tail: Tensor | None) -> tuple[Tensor | None, ..
     mean = stats.mean_logit
     if mean is not None and stats.origin_logit is not None:
         mean = stats.origin_logit + mean
-    return stats.max_logit, stats.target_is_argmax, mean, stats.m2_logit, stats.screened, tail
+    moments = (stats.max_logit, stats.target_is_argmax, mean, stats.m2_logit)
+    return (stats.sum_p2, *moments, stats.screened, tail)
 
 
 def _no_forward_mode(ctx: Any, *tangents: Tensor | None):

@@ -234,6 +234,7 @@ def wanted_of(options: LossOptions, *, entropy: bool = False) -> Wanted:
     return Wanted(
         smooth_logit=options.label_smoothing > 0,
         entropy=entropy or "entropy" in options.stats,
+        sum_p2="sum_p2" in options.stats,
         correct="correct" in options.stats,
         moments="logit_moments" in options.stats,
         screened="screened" in options.stats,

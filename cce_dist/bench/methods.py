@@ -145,10 +145,11 @@ def _peer(
 
 STATISTICS: dict[str, tuple[Stat, ...]] = {
     "entropy": ("entropy",),
+    "sum_p2": ("sum_p2",),
     "correct": ("correct",),
     "entropy-correct": ("entropy", "correct"),
     "moments": ("logit_moments",),
-    "statistics": ("lse", "entropy", "correct", "logit_moments"),
+    "statistics": ("lse", "entropy", "sum_p2", "correct", "logit_moments"),
 }
 # In the order in which they are measured. Peers with a compiler of their own come last: they are
 # the likeliest to end a process.

@@ -25,6 +25,8 @@ class Stats:
     target_logit: Tensor  # 0 where the target isn't among the columns
     smooth_logit: Tensor | None = None  # sum_v class_weight_v z_v / V: label smoothing's mean
     entropy: Tensor | None = None  # of the softmax over these columns alone
+    # Log of the sum of squared probabilities over these columns alone; -inf over no columns.
+    sum_p2: Tensor | None = None
     max_logit: Tensor | None = None
     target_is_argmax: Tensor | None = None  # 1 where the first largest column is the target
     # A mean near 1000 has few digits left for the variance, so it is kept relative to a logit.
@@ -114,12 +116,14 @@ def merge_parts(
     Source: log-add-exp arXiv:1805.02867; mean and m2 by Chan, Golub and LeVeque (1983).
     """
     lse = logaddexp_parts(parts.lse)
-    entropy = max_logit = target_is_argmax = None
+    entropy = sum_p2 = max_logit = target_is_argmax = None
     if parts.entropy is not None:
         # Chain rule of entropy: H = sum_r share_r (H_r - log share_r); 0 log 0 = 0.
         log_share = parts.lse - lse
         surprise = parts.entropy - log_share.masked_fill(parts.lse == -torch.inf, 0)
         entropy = (log_share.exp() * surprise).sum(0)
+    if parts.sum_p2 is not None:
+        sum_p2 = logaddexp_parts(parts.sum_p2 + 2 * (parts.lse - lse))
     if parts.max_logit is not None:
         max_logit = parts.max_logit.amax(0)
     if parts.max_logit is not None and parts.target_is_argmax is not None:
@@ -134,6 +138,7 @@ def merge_parts(
         target_logit=parts.target_logit.sum(0),
         smooth_logit=None if parts.smooth_logit is None else parts.smooth_logit.sum(0),
         entropy=entropy,
+        sum_p2=sum_p2,
         max_logit=max_logit,
         target_is_argmax=target_is_argmax,
         screened=None if parts.screened is None else parts.screened.amin(0),

@@ -144,6 +144,7 @@ class Wanted:
 
     smooth_logit: bool = False
     entropy: bool = False
+    sum_p2: bool = False
     correct: bool = False
     moments: bool = False
     screened: bool = False

@@ -50,12 +50,12 @@ BOUND: dict[str, Bound] = {}
 def has_plain(options: LossOptions) -> tuple[bool, ...]:
     """Tells for each statistic whether a call computes it.
 
-    Returns: max_logit, target_is_argmax, mean_logit, m2_logit, screened, tail mass.
+    Returns: sum_p2, max_logit, target_is_argmax, mean_logit, m2_logit, screened, tail mass.
     """
     wanted = wanted_of(options)
     some = wanted.correct or wanted.moments
     moments = wanted.moments
-    has = (some, wanted.correct, moments, moments, wanted.screened)
+    has = (wanted.sum_p2, some, wanted.correct, moments, moments, wanted.screened)
     return (*has, "tail_mass" in options.stats)
 
 

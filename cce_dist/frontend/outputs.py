@@ -37,6 +37,7 @@ class LossOutput(NamedTuple):
     logit_moments: LogitMoments | None = None
     # bool: logits were screened; the same at all tokens that count
     screened: Tensor | None = None
+    sum_p2: Tensor | None = None  # log of the sum of squared probabilities
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Finish:
         """Returns the loss; a LossOutput of loss and statistics if `stats` is not empty."""
         if not self.options.stats:
             return loss
-        max_logit, is_argmax, mean, m2, screened, tail = plain
+        sum_p2, max_logit, is_argmax, mean, m2, screened, tail = plain
         moments = None
         if max_logit is not None and mean is not None and m2 is not None:
             variance = m2 / self.vocab_size
@@ -81,6 +82,7 @@ class Finish:
             tail_mass=None if tail is None else self._scatter(tail),
             logit_moments=moments,
             screened=None if screened is None else self._scatter(screened.bool()),
+            sum_p2=None if sum_p2 is None else self._scatter(sum_p2),
         )
 
     def _scatter(self, values: Tensor) -> Tensor:

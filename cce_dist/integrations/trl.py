@@ -31,8 +31,13 @@ ARGUMENTS = (
     "outputs"
 )
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# The statistics of `linear_cross_entropy` that give them. log_sum_sq_probs takes a second loss.
-STATS = {"entropy": "entropy", "mean_logits": "logit_moments", "is_top1": "correct"}
+# The statistics of `linear_cross_entropy` that give them.
+STATS = {
+    "entropy": "entropy",
+    "log_sum_sq_probs": "sum_p2",
+    "mean_logits": "logit_moments",
+    "is_top1": "correct",
+}
 KNOWN = "TRL 1.15 and 1.16"
 # Screened logits have no entropy, which every trainer asks for.
 TAKEN = tuple(sorted({*OPTIONS} - {"logits", "screen"}))
@@ -97,44 +102,24 @@ class _Loss:
             self._count(hidden, weight)
         weight = _in_memory_until_the_backward(weight, hidden)
         scale, softcap = _in_our_order(logit_scale, final_logit_softcapping, temperature)
-        stats = tuple(STATS[name] for name in outputs if name in STATS)
-        if "log_sum_sq_probs" in outputs or not stats:
-            # Without any statistic the loss would come alone, as a tensor.
-            stats = ("lse", *stats)
-        result = self._loss(hidden, weight, bias, targets, scale, softcap, stats)
-        log_sum_sq_probs = moments = None
-        if "log_sum_sq_probs" in outputs:
-            # log sum p^2 = logsumexp(2 z) - 2 logsumexp(z)
-            with torch.no_grad():
-                twice = self._loss(hidden, weight, bias, targets, 2 * scale, softcap, ("lse",))
-                log_sum_sq_probs = (twice.lse - 2 * result.lse).float()
-        if result.logit_moments is not None:
-            moments = result.logit_moments.mean.float()
-        entropy = None if result.entropy is None else result.entropy.float()
-        log_probs = 0.0 - result.loss.float()
-        return LogProbs(log_probs, entropy, log_sum_sq_probs, moments, result.correct)
-
-    def _loss(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        logit_scale: float,
-        softcap: float | None,
-        stats: tuple[Any, ...],
-    ) -> Any:
-        return linear_cross_entropy(
+        # Without any statistic the loss would come alone, as a tensor.
+        stats: Any = tuple(STATS[name] for name in outputs if name in STATS) or ("lse",)
+        result: Any = linear_cross_entropy(
             hidden,
             weight,
             targets,
             bias=bias,
             reduction="none",
             softcap=softcap,
-            logit_scale=logit_scale,
+            logit_scale=scale,
             stats=stats,
             **keywords_of(self.options, of_tokens=True),
         )
+        mean = None if result.logit_moments is None else result.logit_moments.mean
+        entropy, sum_p2, mean = (
+            None if x is None else x.float() for x in (result.entropy, result.sum_p2, mean)
+        )
+        return LogProbs(0.0 - result.loss.float(), entropy, sum_p2, mean, result.correct)
 
     def _count(self, hidden: Tensor, weight: Tensor) -> None:
         """Counts a loss; the first one is logged."""

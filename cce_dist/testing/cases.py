@@ -223,7 +223,7 @@ def _dense(case: Case, cast: Any, softmax_dtype: torch.dtype) -> dict[str, Tenso
     )
     result = reference()
     stats = options.get("stats", ())
-    names = ["loss", *(name for name in ("lse", "entropy", "correct") if name in stats)]
+    names = ["loss", *(name for name in ("lse", "entropy", "sum_p2", "correct") if name in stats)]
     if "logit_moments" in stats:
         names += MOMENTS.values()
     outputs = {name: getattr(result, name) for name in names}

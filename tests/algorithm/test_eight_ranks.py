@@ -24,7 +24,7 @@ from cce_dist.testing import (
 
 MODES = ("filtered", "exact", "in_forward")
 SIZE = 8
-EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments")
+EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments", "sum_p2")
 EVERYTHING = {
     "label_smoothing": 0.1,
     "z_loss": 0.01,

@@ -28,7 +28,7 @@ SOME = Filter(keep=0.02)
 WAYS: dict[str, dict[str, Any]] = {
     "filtered": {"filter": SOME},
     "tail_mass": {"filter": SOME, "stats": ("lse", "tail_mass")},
-    "stats": {"stats": ("lse", "entropy", "correct", "logit_moments")},
+    "stats": {"stats": ("lse", "entropy", "sum_p2", "correct", "logit_moments")},
     "exact": {"gradient": "exact"},
     "in_forward": {"gradient": "in_forward", "label_smoothing": 0.1},
     "chunks": {"gradient": "in_forward", "filter": Filter(keep=0), "workspace_bytes": 2**20},

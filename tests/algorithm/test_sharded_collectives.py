@@ -66,7 +66,9 @@ def kinds(calls: Sequence[tuple[str, int]]) -> list[str]:
     [
         pytest.param({}, id="plain"),
         pytest.param({"label_smoothing": 0.1, "z_loss": 0.1}, id="smoothing"),
-        pytest.param({"stats": ("lse", "entropy", "correct", "logit_moments")}, id="stats"),
+        pytest.param(
+            {"stats": ("lse", "entropy", "sum_p2", "correct", "logit_moments")}, id="stats"
+        ),
         pytest.param({"gradient": "exact"}, id="exact"),
         pytest.param({"gradient": "in_forward"}, id="in_forward"),
         pytest.param({"filter": Filter(keep=0.1)}, id="filter"),

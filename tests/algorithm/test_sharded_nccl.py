@@ -26,7 +26,7 @@ from cce_dist.testing import (
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu, pytest.mark.timeout(280)]
 MODES = ("filtered", "exact", "in_forward")
 WORLD_SIZES = (2, 4)
-EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments")
+EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments", "sum_p2")
 
 
 def generator() -> torch.Generator:

@@ -38,6 +38,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"stats": ("lse", "entropy")},
         r"stats must not have 'entropy' with logits=\"screened\"",
     ),
+    "sum_p2": ({"stats": ("lse", "sum_p2")}, r"stats must not have 'sum_p2' with logits="),
     "no_effect": ({"logits": "full", "screen": Screen(max_kept=0.5)}, r"has no effect"),
     "no_screen": ({"screen": "int8"}, r"screen must be a cce_dist.Screen, got 'int8'"),
     "no_copy": (

@@ -206,7 +206,7 @@ def test_offloading_of_saved_tensors(place: Place, options: dict[str, Any]) -> N
 
 # -- fake tensors -------------------------------------------------------------------------------
 
-EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments", "screened")
+EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments", "screened", "sum_p2")
 CALLS: dict[str, dict[str, Any]] = {
     **{name: OPTIONS[name] for name in ("filtered", "exact", "in_forward", "screened")},
     "stats": {"stats": EVERY_STAT, "filter": SOME, "z_loss": 0.1},

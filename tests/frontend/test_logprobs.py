@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import VocabShard, token_logprobs
+from cce_dist.reference import linear_cross_entropy_reference
 from cce_dist.testing import (
     DTYPES,
     TORCH_CPU,
@@ -121,7 +122,8 @@ def test_token_logprobs_of_the_response_alone() -> None:
     golden = dense(inputs, torch.float64)[0].detach().view(4, 40)
     # What is left out is not read: it may hold anything.
     hidden = hidden.where(mask[..., None], torch.nan).requires_grad_()
-    found = token_logprobs(hidden, inputs.weight, targets, mask=mask, entropy=True)
+    stats = ("entropy", "sum_p2")
+    found = token_logprobs(hidden, inputs.weight, targets, mask=mask, stats=stats)
     assert found.entropy is not None
     for values in found:
         assert values is not None and not values[~mask].any()
@@ -266,15 +268,15 @@ def on_a_rank(
         inputs.targets,
         mask=mask,
         temperature=0.7,
-        entropy=True,
+        stats=("entropy", "sum_p2"),
         group=group,
         vocab_shard=VocabShard(start, stop, len(inputs.weight)),
     )
-    assert found.entropy is not None
+    assert found.entropy is not None and found.sum_p2 is not None
     loss = policy_loss(found.logprobs, found.entropy, found.logprobs.detach() + 0.1, mask)
     grads = torch.autograd.grad(loss, (hidden, weight))
-    names = ("logprobs", "entropy", "grad_hidden", "grad_weight")
-    values = (found.logprobs.detach(), found.entropy.detach(), *grads)
+    names = ("logprobs", "entropy", "sum_p2", "grad_hidden", "grad_weight")
+    values = (found.logprobs.detach(), found.entropy.detach(), found.sum_p2, *grads)
     return dict(zip(names, values, strict=True))
 
 
@@ -288,10 +290,14 @@ def test_token_logprobs_over_ranks(cuts: tuple[int, ...]) -> None:
     loss = policy_loss(logprobs, entropy, logprobs.detach() + 0.1, mask)
     grad_hidden, grad_weight = torch.autograd.grad(loss, list(leaves.values()))
     for found in ranks:
-        for name in ("logprobs", "entropy", "grad_hidden"):
+        for name in ("logprobs", "entropy", "sum_p2", "grad_hidden"):
             assert torch.equal(found[name], ranks[0][name]), name
     check_close64("logprobs", ranks[0]["logprobs"][mask], logprobs.detach()[mask])
     check_close64("entropy", ranks[0]["entropy"][mask], entropy.detach()[mask])
+    golden = linear_cross_entropy_reference(
+        inputs.hidden, inputs.weight, inputs.targets, temperature=0.7
+    )
+    check_close64("sum_p2", ranks[0]["sum_p2"][mask], golden.sum_p2.detach()[mask])
     check_close64("grad_hidden", ranks[0]["grad_hidden"], grad_hidden)
     check_close64("grad_weight", torch.cat([found["grad_weight"] for found in ranks]), grad_weight)
 
@@ -311,6 +317,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mask_sparse": ({"mask": torch.ones(8).bool().to_sparse()}, r"mask must be a dense tensor"),
     "temperature_bool": ({"temperature": True}, r"temperature must be a finite number.*True"),
+    "stats": ({"stats": ("lse",)}, r"entry of stats must be one of 'entropy', 'sum_p2', got"),
     "entropy": ({"entropy": 1}, r"entropy must be True or False, got 1"),
     "in_forward": ({"gradient": "in_forward"}, r"gradient must be one of 'filtered', 'exact'"),
     "mask_int": ({"mask": torch.ones(8).long()}, r"mask must be a bool tensor.*int64"),

@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothed": {"label_smoothing": 0.1, "z_loss": 0.1},
     "statistics": {
-        "stats": ("lse", "entropy", "correct", "tail_mass", "logit_moments", "screened")
+        "stats": ("lse", "entropy", "correct", "tail_mass", "logit_moments", "screened", "sum_p2")
     },
     "softcap": {"softcap": 5.0},
 }

@@ -263,6 +263,7 @@ def test_loss_output_is_none_where_not_asked() -> None:
     assert result.lse is None and result.entropy is None and result.logit_moments is None
     assert result.tail_mass is None and result.correct.dtype == torch.bool
     fields = LossOutput._fields
-    *before, last = fields
+    *before, screened, last = fields
     assert before == ["loss", "lse", "entropy", "correct", "tail_mass", "logit_moments"]
-    assert last == "screened" and result.screened is None
+    assert (screened, last) == ("screened", "sum_p2")
+    assert result.screened is None and result.sum_p2 is None

@@ -160,7 +160,8 @@ def test_linear_cross_entropy_without_grad(place: Place, gradient: str) -> None:
         result = linear_cross_entropy(hidden, weight, targets_of(case), **case.options)
     assert not result.loss.requires_grad and not result.lse.requires_grad
     found = {"loss": result.loss, "lse": result.lse, "entropy": result.entropy}
-    found |= {"correct": result.correct, "max_logit": result.logit_moments.max}
+    found |= {"sum_p2": result.sum_p2, "correct": result.correct}
+    found |= {"max_logit": result.logit_moments.max}
     found |= {"mean_logit": result.logit_moments.mean}
     found |= {"variance_logit": result.logit_moments.variance}
     check_outputs(replace(case, backward=False), on_cpu(found))

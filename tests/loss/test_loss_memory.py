@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "everything": {
         "z_loss": 0.1,
         "label_smoothing": 0.1,
-        "stats": ("lse", "entropy", "correct", "tail_mass", "logit_moments"),
+        "stats": ("lse", "entropy", "correct", "tail_mass", "logit_moments", "sum_p2"),
     },
     "softcap": {"softcap": 5.0},
     "shift": {"shift": 3},

@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
     "database": None,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
-STATS = ("lse", "entropy", "correct", "tail_mass", "logit_moments")
+STATS = ("lse", "entropy", "correct", "tail_mass", "logit_moments", "sum_p2")
 
 
 @st.composite

@@ -36,7 +36,7 @@ BYTES_PER_TOKEN = 96
 SOME: dict[str, Any] = {"filter": Filter(keep=0.01)}
 SCREENED: dict[str, Any] = {**SOME, "logits": "screened", "screen": Screen(max_kept=1.0)}
 IN_FORWARD: dict[str, Any] = {**SOME, "gradient": "in_forward"}
-EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments", "screened")
+EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments", "screened", "sum_p2")
 MODES: dict[str, dict[str, Any]] = {
     "filtered": SOME,
     "eps": {"filter": Filter(eps=2**-10)},

@@ -70,14 +70,18 @@ def test_entropy_of_known_distributions(place: Place) -> None:
     num_classes = classes(place, 4500)
     weight = torch.randn(num_classes, 4, generator=generator())
     inputs = Inputs(torch.zeros(2, 4), weight, torch.tensor([1, 2]))
-    uniform = Case(inputs, {"stats": ("entropy", "lse")}, backward=False).at(place)
+    uniform = Case(inputs, {"stats": ("entropy", "lse", "sum_p2")}, backward=False).at(place)
     outputs = run_case(None, uniform)
     for name in ("entropy", "lse"):
         torch.testing.assert_close(outputs[name], torch.full((2,), math.log(num_classes)))
+    torch.testing.assert_close(outputs["sum_p2"], torch.full((2,), -math.log(num_classes)))
     bias = torch.zeros(num_classes)
+    # Its square overflows relative to another logit.
     bias[7] = 100.0
-    single = run_case(None, replace(uniform, inputs=replace(inputs, bias=bias)))["entropy"]
+    outputs = run_case(None, replace(uniform, inputs=replace(inputs, bias=bias)))
+    single = outputs["entropy"]
     assert float(single.abs().max()) < 1e-4 and float(single.min()) >= 0
+    assert float(outputs["sum_p2"].abs().max()) < 1e-6
 
 
 NAMES = {"lse": ("lse",), "entropy": ("entropy",), "lse_entropy": ("lse", "entropy")}
@@ -110,7 +114,7 @@ def test_stats_are_differentiable_without_the_loss(
     check_outputs(replace(case, trainable=("hidden",)), found)
 
 
-@pytest.mark.parametrize(**grid(name=("correct", "tail_mass", "logit_moments")))
+@pytest.mark.parametrize(**grid(name=("correct", "tail_mass", "logit_moments", "sum_p2")))
 def test_other_stats_are_not_differentiable(place: Place, name: str) -> None:
     inputs = gaussian_inputs(9, 30, 8, generator=generator())
     weight = inputs.weight.to(place.device, copy=True).requires_grad_()

@@ -44,7 +44,7 @@ def test_linear_cross_entropy_without_targets(
     inputs = gaussian_inputs(tokens, 300, 24, generator=generator())
     inputs = inputs.with_options(generator(), *tensors)
     inputs = replace(inputs, targets=torch.full_like(inputs.targets, -100))
-    stats = ("lse", "entropy", "correct", "tail_mass", "logit_moments")
+    stats = ("lse", "entropy", "correct", "tail_mass", "logit_moments", "sum_p2")
     options = {"gradient": gradient, "reduction": reduction, "stats": stats}
     options |= {"z_loss": 0.1, "label_smoothing": 0.1}
     case = Case(inputs, options).at(place)
@@ -84,7 +84,7 @@ def test_linear_cross_entropy_zero_class_weights(place: Place) -> None:
 def test_linear_cross_entropy_stats_are_zero_at_ignored_tokens(place: Place) -> None:
     inputs = gaussian_inputs((3, 20), 300, 24, generator=generator())
     inputs = inputs.ignoring(generator(), 0.4)
-    stats = ("lse", "entropy", "correct", "tail_mass", "logit_moments")
+    stats = ("lse", "entropy", "correct", "tail_mass", "logit_moments", "sum_p2")
     options = {"stats": stats, "reduction": "none", "shift": 2}
     outputs = run_case(None, Case(inputs, options).at(place))
     ignored = inputs.targets[:, 2:] == -100

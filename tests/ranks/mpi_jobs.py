@@ -27,7 +27,7 @@ from cce_dist.testing import Case, gaussian_inputs, run_case, zipf_inputs
 from tests.ranks.mpi_operator import VALUES, bits_of_every_size, by_mpi_alone, made, merged, reduced
 
 WORLD_SIZES = (1, 2, 3, 4)
-EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments")
+EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments", "sum_p2")
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "ranks.md"
 
 

@@ -12,7 +12,7 @@ MODES = ("filtered", "exact", "in_forward")
 NARROW = ("fp32", "bf16", "fp16")
 # The smallest that is accepted: a few thousand columns already take several chunks.
 SMALL_WORKSPACE = 2**16
-EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments")
+EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments", "sum_p2")
 
 
 def generator() -> torch.Generator:

@@ -5,6 +5,8 @@ Logits exist one tile at a time, in fp32 (float64 for float64 inputs).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,7 @@ class _RunningStats:
         self.max, self.sum = full(-torch.inf), full(0)
         self.slope_sum = full(0) if with_slope else None
         self.surplus = full(0) if wanted.entropy else None  # sum of exp(z - max) (z - max)
+        self.squares = full(0) if wanted.sum_p2 else None  # sum of exp(z - max)^2
         self.smooth = full(0) if wanted.smooth_logit else None
         self.argmax = full(-1).long() if wanted.correct else None
         # Moments of z - origin, where origin is the token's first logit: Welford's running mean of
@@ -80,6 +83,10 @@ class _RunningStats:
         else:
             z.exp_()
         self.sum[tokens] = self.sum[tokens] * rescale + z.sum(1)
+        if self.squares is not None:
+            # Unlike z.square(), a norm takes no memory.
+            squares = torch.linalg.vector_norm(z, dim=1).square()
+            self.squares[tokens] = self.squares[tokens] * rescale.square() + squares
         if self.slope_sum is not None and slope is not None:
             self.slope_sum[tokens] = self.slope_sum[tokens] * rescale + slope.mul_(z).sum(1)
         self.max[tokens] = new_max
@@ -125,7 +132,7 @@ def statistics(
     size = TileSize.choose(weight, request.room.workspace_bytes)
     tiles = exact_tiles(tokens, head) if tiles is None else tiles
     softcapped_mean = wanted.smooth_logit and head.softcap is not None
-    collect = Wanted(softcapped_mean, wanted.entropy, wanted.correct, wanted.moments)
+    collect = replace(wanted, smooth_logit=softcapped_mean)
     running = _RunningStats(num_tokens, weight, collect, head.softcap is not None)
     target_logit = torch.zeros_like(running.sum)
     scores = target_bound = None
@@ -190,7 +197,7 @@ def _finish(
     wanted: Wanted,
     size: TileSize,
 ) -> Stats:
-    smooth = entropy = is_argmax = None
+    smooth = entropy = sum_p2 = is_argmax = None
     if wanted.smooth_logit:
         smooth = (
             _mean_logit_by_linearity(tokens, head, size)
@@ -201,6 +208,9 @@ def _finish(
         empty = running.sum == 0
         total = running.sum.masked_fill(empty, 1)
         entropy = (total.log() - running.surplus / total).masked_fill(empty, 0)
+    if running.squares is not None:
+        sum_p2 = running.squares.log() - 2 * running.sum.log()
+        sum_p2.masked_fill_(running.sum == 0, -torch.inf)
     if running.argmax is not None:
         is_argmax = ((running.argmax == tokens.local_targets) & (running.argmax >= 0)).to(lse.dtype)
     needs_max = wanted.correct or wanted.moments
@@ -209,6 +219,7 @@ def _finish(
         target_logit=target_logit,
         smooth_logit=smooth,
         entropy=entropy,
+        sum_p2=sum_p2,
         max_logit=running.max if needs_max else None,
         target_is_argmax=is_argmax,
         origin_logit=None if running.mean is None else running.origin,

@@ -167,8 +167,10 @@ def _packed_stats(state: ForwardState, finished: Finished, screened: Screened | 
     num_tokens = len(state.tokens)
     stats = Stats(finished.lse[:num_tokens], finished.target_logit[:num_tokens])
     stats = state.with_extras(stats)
-    if finished.entropy is not None:
-        stats = replace(stats, entropy=finished.entropy[:num_tokens])
+    for name in ("entropy", "sum_p2"):
+        values = getattr(finished, name)
+        if values is not None:
+            stats = replace(stats, **{name: values[:num_tokens]})
     if state.wanted.screened:
         counts = state.counts.to(finished.lse.dtype)
         of_screened = 0 * counts if screened is None else counts * (1 - screened.full)

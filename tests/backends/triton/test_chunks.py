@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "smoothing": {"label_smoothing": 0.2, "logit_scale": 0.7},
     "softcap": {"softcap": 1.5, "logit_scale": -1.7},
     "softcap_smoothing": {"softcap": 2.0, "label_smoothing": 0.1},
-    "stats": {"stats": ("lse", "entropy", "correct", "tail_mass", "logit_moments")},
+    "stats": {"stats": ("lse", "entropy", "correct", "tail_mass", "logit_moments", "sum_p2")},
 }
 
 

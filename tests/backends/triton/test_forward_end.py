@@ -116,7 +116,7 @@ def test_guard_adds_up_what_its_programs_found(
     lower = lse / torch.log(torch.tensor(2.0)) + torch.randn(num_tokens, generator=made)
     state.buffers.lower.copy_(lower)
     unkept = (lse + tail.log()).to(place.device, fp32)
-    finished = Finished(lse.to(place.device), unkept, unkept, None, unkept)
+    finished = Finished(lse.to(place.device), unkept, unkept, None, None, unkept)
     whole = torch.maximum(lower.double() * torch.log(torch.tensor(2.0)), lse.double())
     errors = ((lse + tail.log()).double() - whole).exp().square() * variance
     error = float(errors[:count].sum().div(count).sqrt())

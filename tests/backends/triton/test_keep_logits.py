@@ -30,7 +30,10 @@ WORKSPACES = {"no": 2**16, "some": 2**19 + 2**17, "all": 2**26}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap_smoothing": {"softcap": 2.0, "label_smoothing": 0.1},
-    "scale_stats": {"logit_scale": -1.7, "stats": ("lse", "entropy", "correct", "logit_moments")},
+    "scale_stats": {
+        "logit_scale": -1.7,
+        "stats": ("lse", "entropy", "sum_p2", "correct", "logit_moments"),
+    },
 }
 
 

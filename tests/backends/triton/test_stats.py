@@ -175,7 +175,7 @@ def test_triton_blocks_of_which_few_tokens_count(place: Place, keep: float, dtyp
         cached={"all": 2**20, "two_blocks": 2, "one_block": 1},
         stats={
             "plain": ("lse",),
-            "merged_in_torch": ("lse", "entropy", "correct", "logit_moments"),
+            "merged_in_torch": ("lse", "entropy", "sum_p2", "correct", "logit_moments"),
         },
         way=WAYS,
     )

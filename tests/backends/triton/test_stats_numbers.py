@@ -107,7 +107,7 @@ def test_triton_sums_that_overflow_start_again(
     hidden[5:9, 0] = last
     hidden[150, 0] = last
     options = {"filtered": {"filter": Filter(keep=1e-7)}}.get(way, {"gradient": way})
-    stats = ("lse", "entropy", "correct", "logit_moments") if with_stats else ("lse",)
+    stats = ("lse", "entropy", "sum_p2", "correct", "logit_moments") if with_stats else ("lse",)
     inputs = replace(inputs, hidden=hidden, weight=weight)
     case = Case(inputs, {**options, "reduction": "sum", "stats": stats}).at(place)
     outputs, golden = run_case(None, case), golden_outputs(case)

@@ -102,7 +102,7 @@ UNWAITED: dict[str, dict[str, Any]] = {
     "chunks": {"gradient": "in_forward", "filter": Filter(keep=0), "label_smoothing": 0.1},
     "filtered": {"filter": Filter(keep=0.02)},
     "tail_mass": {"filter": Filter(keep=0.02), "stats": ("lse", "tail_mass")},
-    "stats": {"stats": ("lse", "entropy", "correct", "logit_moments", "tail_mass")},
+    "stats": {"stats": ("lse", "entropy", "sum_p2", "correct", "logit_moments", "tail_mass")},
     "smoothing": {"label_smoothing": 0.1, "z_loss": 0.01},
     "softcap": {"softcap": 5.0, "logit_scale": 0.9},
     "sum": {"reduction": "sum", "shift": 1},

@@ -32,7 +32,7 @@ pytestmark = [
     # The default compiler starts with torch's headers: a minute of C++ on a loaded machine.
     pytest.mark.timeout(200),
 ]
-EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments")
+EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments", "sum_p2")
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "filtered": {"filter": SOME},
@@ -160,6 +160,7 @@ def test_compiled_with_a_temperature_of_each_token(place: Place, learned: bool, 
 
     def run(hidden: Tensor, **more: Tensor) -> Any:
         how: dict[str, Any] = {"filter": SOME, "shift": 1, "softcap": 8.0, "backend": place.backend}
+        how["stats"] = ("sum_p2",)
         return token_logprobs(2 * hidden, **more, entropy=not learned, **how)  # pyright: ignore
 
     def gradients(run: Callable[..., Any]) -> list[Tensor]:

@@ -16,7 +16,8 @@ from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Wanted
 from cce_dist.options import TOKEN_BLOCK
 
-NUM_EXTRAS = 7
+# Fields of each split; `finish_kernel` merges the last one.
+NUM_EXTRAS = 8
 
 
 def in_order(stats: Stats, order: Tensor) -> Stats:
@@ -43,7 +44,7 @@ def merge_extras(
     Returns: the rows of `merge_extras_kernel`, [N_padded] each; what is not wanted has any value.
     """
     num_tokens, block = len(targets), 128
-    merged = extras.new_empty(NUM_EXTRAS, num_tokens)
+    merged = extras.new_empty(NUM_EXTRAS - 1, num_tokens)
     start(merge_extras_kernel, (triton.cdiv(num_tokens, block),))(
         count,
         shape,

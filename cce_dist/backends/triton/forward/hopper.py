@@ -178,6 +178,7 @@ def launch_forward(
         IS_SCREENED=eight is not None,
         FINE=head.softcap is not None and head.softcap > ROUGH_SOFTCAP,
         HAS_SURPLUS=wanted.entropy,
+        HAS_SQUARES=wanted.sum_p2,
         HAS_ARGMAX=wanted.correct or wanted.moments,
         HAS_MOMENTS=wanted.moments,
         num_warps=4,

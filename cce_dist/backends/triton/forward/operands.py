@@ -59,4 +59,5 @@ class Finished:
     dropped: Tensor | None  # log of the sum over columns not kept of exp(z) softcap'(z)
     unkept: Tensor | None  # log of the sum over columns not kept of exp(z), where logits are 8-bit
     entropy: Tensor | None
+    sum_p2: Tensor | None
     target_logit: Tensor

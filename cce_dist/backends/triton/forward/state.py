@@ -115,8 +115,8 @@ class ForwardState:
         rows, count = rows_of(tokens)
         new = weight.new_empty
         fp32 = torch.float32
-        has_extras = wanted.correct or wanted.moments or sums_softcapped(wanted, head)
         has_largest = wanted.correct or wanted.moments
+        has_extras = has_largest or wanted.sum_p2 or sums_softcapped(wanted, head)
         # Hopper's kernel sums no softcapped logits, and seeks the largest product, not logit.
         portable = sums_softcapped(wanted, head) or (has_largest and head.logit_scale <= 0)
         if keep_logits is not None:
@@ -310,8 +310,8 @@ class ForwardState:
             PRECISION="ieee", WIDE=rounds_exp2(self.weight), HAS_BIAS=head.bias is not None,
             HAS_SOFTCAP=head.softcap is not None, HAS_SCORE=self.score,
             BY_LARGEST=grouping.by_largest, HAS_SURPLUS=wanted.entropy,
-            HAS_ARGMAX=wanted.correct or wanted.moments, HAS_MOMENTS=wanted.moments,
-            HAS_SMOOTH=sums_softcapped(wanted, head),
+            HAS_SQUARES=wanted.sum_p2, HAS_ARGMAX=wanted.correct or wanted.moments,
+            HAS_MOMENTS=wanted.moments, HAS_SMOOTH=sums_softcapped(wanted, head),
             HAS_CLASS_WEIGHT=head.class_weight is not None, HAS_LOGITS=region is not None,
             HAS_UNKEPT=self.has_unkept, IS_ROBUST=launch.robust, IS_SCREENED=eight is not None,
             ACCUMULATOR=tl.float32 if eight is None else eight.accumulator, num_warps=tiles.warps,
@@ -326,6 +326,7 @@ class ForwardState:
         lse = split_states.new_empty(padded)
         dropped = torch.empty_like(lse) if self.score else None
         entropy = torch.empty_like(lse) if self.wanted.entropy else None
+        sum_p2 = torch.empty_like(lse) if self.wanted.sum_p2 else None
         unkept = dropped if self.eight is not None else None
         if self.has_unkept:
             unkept = torch.empty_like(lse)
@@ -334,9 +335,11 @@ class ForwardState:
             self.count,
             self.shape,
             split_states,
+            self._or_dummy(self.buffers.extras),
             lse,
             self._or_dummy(dropped),
             self._or_dummy(entropy),
+            self._or_dummy(sum_p2),
             self._or_dummy(unkept),
             padded,
             self.grid * TOKEN_BLOCK,
@@ -344,17 +347,19 @@ class ForwardState:
             BLOCK_N=block,
             HAS_SCORE=self.score,
             HAS_SURPLUS=self.wanted.entropy,
+            HAS_SQUARES=self.wanted.sum_p2,
             HAS_UNKEPT=self.has_unkept,
         )
-        return Finished(lse, dropped, unkept, entropy, torch.empty_like(lse))
+        return Finished(lse, dropped, unkept, entropy, sum_p2, torch.empty_like(lse))
 
     def with_extras(self, stats: Stats) -> Stats:
         """Adds the statistics that few callers ask for, in the order of the packed tokens."""
         head, wanted, extras = self.head, self.wanted, self.buffers.extras
-        if extras is not None:
+        has_largest = wanted.correct or wanted.moments
+        if extras is not None and (has_largest or sums_softcapped(wanted, head)):
             merged = merge_extras(extras, self.shape, self.count, self.targets, wanted, head)
             top, _, hit, *moments, smooth = (row[: len(self.tokens)] for row in merged)
-            if wanted.correct or wanted.moments:
+            if has_largest:
                 stats = replace(stats, max_logit=top)
             if wanted.correct:
                 stats = replace(stats, target_is_argmax=hit)

@@ -280,7 +280,7 @@ def compile_call(call: Call) -> None:
     tokens = Tokens(hidden, None, torch.zeros(TOKENS, dtype=torch.int32), scale=scale)
     wanted = Wanted()
     if call.everything:
-        wanted = Wanted(smooth_logit=True, entropy=True, correct=True, moments=True)
+        wanted = Wanted(smooth_logit=True, entropy=True, sum_p2=True, correct=True, moments=True)
     if call.screen is not None:
         wanted = replace(wanted, screened=True)
     room = Room(WORKSPACE_BYTES)

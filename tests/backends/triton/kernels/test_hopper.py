@@ -32,6 +32,7 @@ TYPES = {
     "bias": "bf16", "column": "fp32", "token": "fp32", "count": "i32", "shape": "i32",
     "lower": "fp32", "state": "fp32", "mass": "bf16", "extras": "fp32", "key": "i64",
 }
+STATISTICS = ("SURPLUS", "SQUARES", "ARGMAX", "MOMENTS")
 # Each flag once and once not; test_compiles.py compiles the plain one.
 KINDS = {
     "bf16 with statistics": (gl.bfloat16, False, False),
@@ -49,7 +50,7 @@ for kind, (dtype, score, softcap) in KINDS.items():
         "BLOCK_N": 128, "ROWS": 128, "BLOCK_D": dims, "STAGES": 4, "HAS_BIAS": softcap,
         "HAS_SOFTCAP": softcap, "HAS_SCORE": score, "BY_LARGEST": False,
         "IS_SCREENED": dtype is gl.int8, "FINE": "large" in kind,
-        **dict.fromkeys(("HAS_SURPLUS", "HAS_ARGMAX", "HAS_MOMENTS"), "statistics" in kind),
+        **{f"HAS_{sums}": "statistics" in kind for sums in STATISTICS},
     }
     signature = {}
     for name in kernel.arg_names:
@@ -205,7 +206,10 @@ class TestOnHopper:
         weight = inputs.weight.to("cuda", torch.bfloat16)
         targets = inputs.targets.cuda()
         targets[::5] = -100
-        every = {**OPTIONS[options], "stats": ("lse", "entropy", "correct", "logit_moments")}
+        every = {
+            **OPTIONS[options],
+            "stats": ("lse", "entropy", "sum_p2", "correct", "logit_moments"),
+        }
         ours, launched = loss_of(2, hidden, weight, targets, **every)
         portable, none = loss_of(1, hidden, weight, targets, **every)
         assert (launched > 0, none) == (True, 0)
@@ -213,9 +217,13 @@ class TestOnHopper:
         for found, expected in (
             (ours.lse, portable.lse),
             (ours.entropy, portable.entropy),
+            (ours.sum_p2, portable.sum_p2),
             *zip(ours.logit_moments, portable.logit_moments, strict=True),
         ):
             torch.testing.assert_close(found, expected, rtol=4e-6, atol=4e-6)
+        # All together leave half as many rows of each sum.
+        alone, _ = loss_of(2, hidden, weight, targets, **{**every, "stats": ("sum_p2",)})
+        torch.testing.assert_close(alone.sum_p2, portable.sum_p2, rtol=4e-6, atol=4e-6)
         # A statistic costs no bit of the loss.
         alone, _ = loss_of(2, hidden, weight, targets, **OPTIONS[options])
         assert torch.equal(alone, ours.loss)

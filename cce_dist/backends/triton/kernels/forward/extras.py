@@ -11,8 +11,9 @@ def add_extras(
     is_first,  # whether this is the program's first tile
     V,
     class_weight_ptr,  # [V]
-    largest_ptr,  # [BLOCK_N] in the first field of [7, splits, N]: largest z, its column, origin,
-    # mean and m2 of z - origin, weighted sum, number of columns
+    largest_ptr,  # [BLOCK_N] in the first field of [8, splits, N]: largest z, its column, origin,
+    # mean and m2 of z - origin, weighted sum, number of columns; and the sum of exp2(z - ref)^2,
+    # relative to the state's reference, which `forward_kernel` adds itself
     field,  # distance of two fields
     BLOCK_V: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
@@ -72,7 +73,7 @@ def add_extras(
 def merge_extras_kernel(
     count_ptr,  # [1] int32
     shape_ptr,  # [3] int32: see `forward_kernel`
-    extras_ptr,  # [7, size]: see `add_extras`
+    extras_ptr,  # [8, size]: see `add_extras`
     target_ptr,  # [N]
     out_ptr,  # [7, N]: largest logit, its column, 1 where that is the target; origin, mean, m2;
     # weighted sum over all classes' number: out, 0 for tokens that don't count

@@ -11,9 +11,11 @@ def finish_kernel(
     count_ptr,  # [1] int32
     shape_ptr,  # [3] int32: blocks and splits
     state_ptr,  # [4, size]: see `forward_kernel`
+    extras_ptr,  # [8, size]: see `add_extras`
     lse_ptr,  # [N] natural log: out, 0 for tokens that don't count
     dropped_ptr,  # [N] log of the sum over dropped columns of exp(z) softcap'(z): out
     entropy_ptr,  # [N] nats: out
+    sum_p2_ptr,  # [N] log of the sum of squared probabilities: out; -inf over no columns
     unkept_ptr,  # [N] log of the sum over dropped columns of exp(z): out
     N,
     size,
@@ -21,6 +23,7 @@ def finish_kernel(
     BLOCK_N: tl.constexpr,
     HAS_SCORE: tl.constexpr,
     HAS_SURPLUS: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
     HAS_UNKEPT: tl.constexpr,
 ):
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -33,6 +36,7 @@ def finish_kernel(
     total = tl.zeros((BLOCK_N,), tl.float32)
     dropped = tl.zeros((BLOCK_N,), tl.float32)
     surplus = tl.zeros((BLOCK_N,), tl.float32)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
     for split in range(splits):
         at = state_ptr + split * stride + tokens
         shift = tl.load(at, mask=counts, other=0.0) - top
@@ -46,6 +50,9 @@ def finish_kernel(
         total += share * part_sum
         if HAS_UNKEPT:
             surplus += share * tl.load(at + 3 * size, mask=counts, other=0.0)
+        if HAS_SQUARES:
+            part = tl.load(extras_ptr + 7 * size + split * stride + tokens, mask=counts, other=0.0)
+            squares += share * share * part
         if HAS_SCORE:
             dropped += share * tl.load(at + 2 * size, mask=counts, other=0.0)
     # Rounded to nearest: an error of lse is one of every probability.
@@ -62,3 +69,7 @@ def finish_kernel(
         # Where one column has all mass, rounding can make this difference negative.
         entropy = tl.where(counts & (total > 0), tl.where(entropy < 0, 0.0, entropy), 0.0)
         tl.store(entropy_ptr + tokens, entropy, mask=tokens < N)
+    if HAS_SQUARES:
+        sum_p2 = (log2_of(squares) - 2.0 * log2_of(total)) / LOG2E
+        sum_p2 = tl.where(total == 0, float("-inf"), sum_p2)
+        tl.store(sum_p2_ptr + tokens, tl.where(counts, sum_p2, 0.0), mask=tokens < N)

@@ -42,6 +42,17 @@ def dequantized(
     return x + shift[:, None] + tl.load(token_ptrs + N)[None, :]
 
 
+@triton.jit
+def overflowed(x):
+    return (x != x) | (x == float("inf"))
+
+
+@triton.jit
+def add_to(ptrs, x):
+    tl.store(ptrs, tl.load(ptrs) + x)
+    tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=["launch", "start_tile", "end_tile"])
 def forward_kernel(
     hidden,  # [N, D] packed: the tokens that count first; N a multiple of BLOCK_N below
@@ -59,7 +70,7 @@ def forward_kernel(
     # HAS_UNKEPT, of exp2(z - ref) over dropped columns. A launch reads the slot that the launch
     # before wrote, and writes the next one: out
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
-    extras_ptr,  # [7, size]: see `add_extras`
+    extras_ptr,  # [8, size]: see `add_extras`
     logits,  # [columns, N] z - ref, log2, of tiles from `start_tile`, if HAS_LOGITS: out;
     # descriptor of BLOCK_V x BLOCK_N. In such a launch all splits have the same `ref`
     logit_ptr,  # pointer to the same
@@ -87,6 +98,7 @@ def forward_kernel(
     HAS_SCORE: tl.constexpr,
     BY_LARGEST: tl.constexpr,
     HAS_SURPLUS: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,
     HAS_MOMENTS: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
@@ -130,6 +142,7 @@ def forward_kernel(
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     stride = num_blocks * BLOCK_N
     state_ptrs = state_ptr + slot_of(launch) * 4 * size + split * stride + rows
+    squares_ptrs = extras_ptr + 7 * size + split * stride + rows
     num_turns = turns_before(end_tile, split, splits)
     num_turns = tl.where(block * BLOCK_N < count, num_turns, 0)
     all_turns = num_turns
@@ -140,15 +153,18 @@ def forward_kernel(
     total = tl.zeros((8, 8, BLOCK_N), tl.float32)
     dropped = tl.zeros((8, 8, BLOCK_N), tl.float32)
     if IS_ROBUST:
-        before = tl.load(state_ptrs + size)
-        failed = (before != before) | (before == float("inf"))
+        failed = overflowed(tl.load(state_ptrs + size))
+        if HAS_SQUARES:
+            # A square overflows from half that logit on.
+            failed = failed | overflowed(tl.load(squares_ptrs))
         turn = 0
         num_turns = tl.where(tl.max(failed.to(tl.int32), 0) > 0, num_turns, 0)
         if num_turns == 0:
             return
     start_state(
-        lower_ptr + rows, state_ptr + rows, split * stride, splits, stride, size, rows < count,
-        launch, all_turns, BLOCK_N, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT, HAS_LOGITS, IS_ROBUST,
+        lower_ptr + rows, state_ptr + rows, squares_ptrs, split * stride, splits, stride, size,
+        rows < count, launch, all_turns, BLOCK_N, HAS_SCORE, HAS_SURPLUS, HAS_SQUARES, HAS_UNKEPT,
+        HAS_LOGITS, IS_ROBUST,
     )  # fmt: skip
     threshold = keep
     if not BY_LARGEST:
@@ -159,9 +175,7 @@ def forward_kernel(
         tl.store(kept_ref_ptr + rows, tl.load(state_ptrs), mask=(split == 0) & (rows < N))
     while turn < num_turns:
         first = turn
-        turns_of_launch = turn - start_turn
-        turn += tl.maximum(turns_of_launch, 1)
-        turn = tl.minimum(turn, num_turns)
+        turn = tl.minimum(turn + tl.maximum(turn - start_turn, 1), num_turns)
         if HAS_LOGITS:
             turn = num_turns
         for tile in range(split + first * splits, split + turn * splits, splits):
@@ -195,8 +209,9 @@ def forward_kernel(
             if IS_ROBUST:
                 ref = tl.maximum(tl.max(x * factor, 0), ref)
                 total, dropped = raise_reference(
-                    total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
-                )
+                    total, dropped, ref, state_ptrs, squares_ptrs, size, HAS_SCORE, HAS_SURPLUS,
+                    HAS_SQUARES, HAS_UNKEPT,
+                )  # fmt: skip
             log_p = x * factor - ref[None, :]
             if HAS_LOGITS:
                 local = (tile - start_tile) * BLOCK_V
@@ -210,8 +225,9 @@ def forward_kernel(
             total += partial_sums(p, BLOCK_V, BLOCK_N)
             if HAS_SURPLUS:
                 excess = tl.sum(tl.where(p > 0, p * (x * factor - ref[None, :]), 0.0), 0)
-                tl.store(state_ptrs + 3 * size, tl.load(state_ptrs + 3 * size) + excess)
-                tl.debug_barrier()
+                add_to(state_ptrs + 3 * size, excess)
+            if HAS_SQUARES:
+                add_to(squares_ptrs, tl.sum(p * p, 0))
             if HAS_SCORE:
                 q = p * slope if HAS_SOFTCAP else p
                 mass = tl.sum(q, 1)
@@ -222,15 +238,13 @@ def forward_kernel(
                 drops = tl.where(keeps, 0.0, 1.0)
                 dropped += partial_sums(q * drops[:, None], BLOCK_V, BLOCK_N)
                 if HAS_UNKEPT:
-                    unkept = tl.sum(p * drops[:, None], 0)
-                    tl.store(state_ptrs + 3 * size, tl.load(state_ptrs + 3 * size) + unkept)
-                    tl.debug_barrier()
+                    add_to(state_ptrs + 3 * size, tl.sum(p * drops[:, None], 0))
         whole_total = whole_sum(total) + tl.load(state_ptrs + size)
         ref = tl.load(state_ptrs) + tl.maximum(tl.log2(whole_total), 0.0)
         total, dropped = raise_reference(
-            total, dropped, ref, state_ptrs, size, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
-        )
-    tl.store(state_ptrs + size, whole_sum(total) + tl.load(state_ptrs + size))
+            total, dropped, ref, state_ptrs, squares_ptrs, size, HAS_SCORE, HAS_SURPLUS,
+            HAS_SQUARES, HAS_UNKEPT,
+        )  # fmt: skip
+    add_to(state_ptrs + size, whole_sum(total))
     if HAS_SCORE:
-        of_dropped = whole_sum(dropped) + tl.load(state_ptrs + 2 * size)
-        tl.store(state_ptrs + 2 * size, of_dropped)
+        add_to(state_ptrs + 2 * size, whole_sum(dropped))

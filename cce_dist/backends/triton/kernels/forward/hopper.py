@@ -19,13 +19,11 @@ from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper_softcap import add_softcapped
 from cce_dist.backends.triton.kernels.forward.hopper_state import end_stretch, start_state
 from cce_dist.backends.triton.kernels.forward.hopper_stats import (
-    SUM_ROWS,
-    SUMS,
-    SURPLUS,
+    GROUPS,
     add_plain,
+    allocate_sums,
     end_largest,
     start_stats,
-    take_sum,
     update_stats,
 )
 from cce_dist.backends.triton.kernels.forward.hopper_sums import (
@@ -35,8 +33,6 @@ from cce_dist.backends.triton.kernels.forward.hopper_sums import (
     store_log2_scales,
 )
 from cce_dist.backends.triton.kernels.gluon_names import async_load, thread_barrier
-
-GROUPS = gl.constexpr(2)
 
 slot_of = gluon.jit(launches.slot_of.fn)
 turns_until = gluon.jit(launches.turns_until.fn)
@@ -116,11 +112,11 @@ def sum_tiles(
     lower_ptr,
     state_ptr,  # [SLOTS, 4, size]
     mass_ptr,  # [V] of the block
-    extras_ptr,  # [7, size]
+    extras_ptr,  # [8, size]
     key_ptr,  # [size]
     of_token,  # [4 GROUPS, BLOCK_N] in shared memory: reference; scale; shift of 8 bits, or the
     # moments' origin; bound of the largest product
-    stat_tiles,  # [SUMS GROUPS, SUM_ROWS, BLOCK_N] in shared memory
+    stat_tiles,  # see `allocate_sums`
     e_tiles,
     c_tiles,
     full,
@@ -152,6 +148,7 @@ def sum_tiles(
     IS_SCREENED: gl.constexpr,
     FINE: gl.constexpr,
     HAS_SURPLUS: gl.constexpr,
+    HAS_SQUARES: gl.constexpr,
     HAS_ARGMAX: gl.constexpr,
     HAS_MOMENTS: gl.constexpr,
 ):
@@ -170,9 +167,12 @@ def sum_tiles(
     state_offset = (GROUPS * split + group) * stride
     state_ptrs = state_ptr + slot_of(launch) * 4 * size + state_offset + token
     before_ptrs = state_ptr + slot_of(launch + launches.SLOTS - 1) * 4 * size + token
+    extras_ptrs = extras_ptr + state_offset + token
+    squares_ptrs = extras_ptrs + 7 * size
     first_ref = start_state(
-        lower_ptr + token, state_ptrs, before_ptrs, state_offset, GROUPS * splits, stride, size,
-        token < count, launch, num_turns, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT,
+        lower_ptr + token, state_ptrs, squares_ptrs, before_ptrs, state_offset, GROUPS * splits,
+        stride, size, token < count, launch, num_turns, HAS_SCORE, HAS_SURPLUS, HAS_SQUARES,
+        HAS_UNKEPT,
     )  # fmt: skip
     ref_tile = of_token.index(4 * group)
     ref_tile.store(first_ref)
@@ -184,11 +184,10 @@ def sum_tiles(
         of_token.index(4 * group + 1).store(gl.load(token_ptr + token))
         of_token.index(4 * group + 2).store(gl.load(token_ptr + N + token) * to_tanh)
     store_log2_scales(log2_scale, token, of_token.index(4 * group + 1))
-    extras_ptrs = extras_ptr + state_offset + token
     keys = key_ptr + state_offset + block * BLOCK_N
     start_stats(
         stat_tiles, of_token, group, key_ptr + token, extras_ptrs, state_offset, GROUPS * splits,
-        stride, size, first_ref, token < count, launch, HAS_SURPLUS, HAS_ARGMAX, HAS_MOMENTS,
+        stride, size, first_ref, token < count, launch, HAS_ARGMAX, HAS_MOMENTS,
     )  # fmt: skip
     nothing = partial_sums(gl.zeros((ROWS, BLOCK_N), gl.float32, layout), ROWS, BLOCK_N)
     step = 0
@@ -235,7 +234,7 @@ def sum_tiles(
                     x, total, dropped, unkept, (bias, times, shift), of_token, 4 * group,
                     stat_tiles, mass_ptr, keys, columns, V, log2_scale, softcap, threshold, ROWS,
                     BLOCK_N, HAS_BIAS, HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS,
-                    HAS_ARGMAX, HAS_MOMENTS,
+                    HAS_SQUARES, HAS_ARGMAX, HAS_MOMENTS,
                 )  # fmt: skip
             else:
                 if IS_SCREENED:
@@ -249,10 +248,11 @@ def sum_tiles(
                 )
                 if first_column + ROWS > V:
                     x = gl.where(inside[:, None], x, float("-inf") * factor)
-                if HAS_SURPLUS or HAS_ARGMAX:
+                if HAS_SURPLUS or HAS_SQUARES or HAS_ARGMAX:
                     total, p = add_plain(
                         x, total, columns, V, log2_scale, keys, of_token, 4 * group,
-                        stat_tiles, ROWS, BLOCK_N, HAS_SURPLUS, HAS_ARGMAX, HAS_MOMENTS,
+                        stat_tiles, ROWS, BLOCK_N, HAS_SURPLUS, HAS_SQUARES, HAS_ARGMAX,
+                        HAS_MOMENTS,
                     )  # fmt: skip
                 else:
                     p = gl.exp2(x * factor - ref_tile.load(across)[None, :])
@@ -261,12 +261,10 @@ def sum_tiles(
                     dropped = add_dropped_columns(
                         p, dropped, mass_ptr, columns, V, threshold, ROWS, BLOCK_N, BY_LARGEST
                     )
-        surplus = first_ref
-        if HAS_SURPLUS:
-            surplus = take_sum(stat_tiles.index(SUMS * group + SURPLUS), by_token)
         next_ref = end_stretch(
-            state_ptrs, size, total, dropped, unkept, surplus, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
-        )
+            state_ptrs, squares_ptrs, size, total, dropped, unkept, stat_tiles, group, HAS_SCORE,
+            HAS_SURPLUS, HAS_SQUARES, HAS_UNKEPT,
+        )  # fmt: skip
         ref_tile.store(next_ref)
         update_stats(
             stat_tiles, of_token, group, key_ptr + state_offset + token, extras_ptrs, size,
@@ -290,7 +288,7 @@ def hopper_forward_kernel(
     lower_ptr,  # [N]
     state_ptr,  # [SLOTS, 4, size]: see `forward_kernel`; out
     mass_ptr,  # [num_blocks, V]: out
-    extras_ptr,  # [7, size]: see `add_extras`; out
+    extras_ptr,  # [8, size]: see `add_extras`; out
     key_ptr,  # [size] int64 of a split and token, largest product: see `hopper_stats.key_of`; out
     launch,
     size,
@@ -311,6 +309,7 @@ def hopper_forward_kernel(
     IS_SCREENED: gl.constexpr,
     FINE: gl.constexpr,
     HAS_SURPLUS: gl.constexpr,
+    HAS_SQUARES: gl.constexpr,
     HAS_ARGMAX: gl.constexpr,
     HAS_MOMENTS: gl.constexpr,
 ):
@@ -344,11 +343,8 @@ def hopper_forward_kernel(
         weight.dtype, [STAGES * GROUPS, ROWS, BLOCK_D], weight.layout
     )
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     of_token = gl.allocate_shared_memory(gl.float32, [4 * GROUPS, BLOCK_N], plain)
-    # Without statistics nothing reads them.
-    sum_rows: gl.constexpr = SUM_ROWS if HAS_SURPLUS or HAS_MOMENTS else 1
-    stat_tiles = gl.allocate_shared_memory(gl.float32, [SUMS * GROUPS, sum_rows, BLOCK_N], flat)
+    stat_tiles = allocate_sums(BLOCK_N, HAS_SURPLUS, HAS_SQUARES, HAS_MOMENTS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -364,7 +360,7 @@ def hopper_forward_kernel(
                     split, splits, num_turns, start_turn, stop_turn, launch, num_blocks, count,
                     size, N, V, D, scale, softcap, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES,
                     HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS,
-                    HAS_ARGMAX, HAS_MOMENTS,
+                    HAS_SQUARES, HAS_ARGMAX, HAS_MOMENTS,
                 ),
             ),
             (
@@ -375,7 +371,7 @@ def hopper_forward_kernel(
                     split, splits, num_turns, start_turn, stop_turn, launch, num_blocks, count,
                     size, N, V, D, scale, softcap, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES,
                     HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS,
-                    HAS_ARGMAX, HAS_MOMENTS,
+                    HAS_SQUARES, HAS_ARGMAX, HAS_MOMENTS,
                 ),
             ),
             (

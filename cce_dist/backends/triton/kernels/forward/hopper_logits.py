@@ -124,8 +124,8 @@ def keep_tiles(
     before_ptrs = state_ptr + slot_of(launch + launches.SLOTS - 1) * 4 * size + token
     # All splits start as the first one does, so that they have the same reference.
     ref = start_state(
-        lower_ptr + token, state_ptrs, before_ptrs, 0, GROUPS * splits, stride, size,
-        token < count, launch, num_turns, False, False, False,
+        lower_ptr + token, state_ptrs, state_ptrs, before_ptrs, 0, GROUPS * splits, stride, size,
+        token < count, launch, num_turns, False, False, False, False,
     )  # fmt: skip
     gl.store(kept_ref_ptr + token, ref, mask=(token < N) & (split + group == 0))
     ref_tile = ref_tiles.index(group)

@@ -81,6 +81,7 @@ def add_softcapped(
     IS_SCREENED: gl.constexpr,
     FINE: gl.constexpr,  # see `tanh_of_8_bits`
     HAS_SURPLUS: gl.constexpr,
+    HAS_SQUARES: gl.constexpr,
     HAS_ARGMAX: gl.constexpr,
     HAS_MOMENTS: gl.constexpr,
 ):
@@ -123,13 +124,13 @@ def add_softcapped(
                 top = gl.max(p, 1)
                 largest = top if i == 0 else gl.maximum(largest, top)
             kept = kept + (pair_of(p, q) if IS_SCREENED else q,)  # noqa: RUF005
-        if HAS_SURPLUS or HAS_ARGMAX:
+        if HAS_SURPLUS or HAS_SQUARES or HAS_ARGMAX:
             if HAS_ARGMAX:
                 y = gl.where(inside[:, None], y, float("-inf"))
             z = t * (factor * softcap * (1.0 / numbers.LOG2E))
             add_stats(
                 i, log_p, p, y, z, columns, V, key_ptr, of_token, base, sum_tiles, ROWS, TOKENS,
-                HAS_SURPLUS, HAS_ARGMAX, HAS_MOMENTS,
+                HAS_SURPLUS, HAS_SQUARES, HAS_ARGMAX, HAS_MOMENTS,
             )  # fmt: skip
     total = joined_sums(totals, total, BLOCK_N)
     if HAS_SCORE:

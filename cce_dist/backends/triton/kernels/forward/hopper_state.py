@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward import launches
+from cce_dist.backends.triton.kernels.forward.hopper_stats import GROUPS, take_sum
 from cce_dist.backends.triton.kernels.forward.hopper_sums import whole_sum
 
 exp2_of = gluon.jit(numbers.exp2_of.fn)
@@ -16,6 +17,7 @@ expected_reference = gluon.jit(launches.expected_reference.fn)
 def start_state(
     lower_ptrs,  # [BLOCK_N], a token a thread
     state_ptrs,  # of this split
+    squares_ptrs,  # of this split: see `add_extras`
     before_ptrs,  # of the first split, as the launch before left it
     split_offset,  # this split's place from there
     splits,
@@ -26,6 +28,7 @@ def start_state(
     num_turns,
     HAS_SCORE: gl.constexpr,
     HAS_SURPLUS: gl.constexpr,
+    HAS_SQUARES: gl.constexpr,
     HAS_UNKEPT: gl.constexpr,
 ):
     """Starts a state as `launches.start_state`; returns the reference, from all splits' sums,
@@ -34,6 +37,7 @@ def start_state(
     total = ref * 0.0
     dropped = total
     last = total
+    squares = total
     if (launch >= launches.FIRST) & (launch < launches.ALONE):
         merged = merged_reference(before_ptrs, splits, stride, size, total)
         before = gl.load(before_ptrs + split_offset)
@@ -60,25 +64,32 @@ def start_state(
             if HAS_SURPLUS:
                 last -= (ref - before) * earlier
             last *= shrink
+        if HAS_SQUARES:
+            squares = shrink * shrink * gl.load(squares_ptrs, mask=goes_on, other=0.0)
     gl.store(state_ptrs, ref)
     gl.store(state_ptrs + size, total)
     if HAS_SCORE:
         gl.store(state_ptrs + 2 * size, dropped)
     if HAS_SURPLUS or HAS_UNKEPT:
         gl.store(state_ptrs + 3 * size, last)
+    if HAS_SQUARES:
+        gl.store(squares_ptrs, squares)
     return ref
 
 
 @gluon.jit
 def end_stretch(
     state_ptrs,  # [BLOCK_N], a token a thread
+    squares_ptrs,  # [BLOCK_N]: see `add_extras`
     size,
     total,  # [4, 8, BLOCK_N] sums of a stretch of tiles: see `hopper.sum_tiles`
     dropped,
     unkept,
-    surplus,  # [BLOCK_N]
+    sum_tiles,  # see `allocate_sums`
+    group,
     HAS_SCORE: gl.constexpr,
     HAS_SURPLUS: gl.constexpr,
+    HAS_SQUARES: gl.constexpr,
     HAS_UNKEPT: gl.constexpr,
 ):
     """Adds a stretch's sums to the state; returns its new reference, not below log2 of their
@@ -96,7 +107,12 @@ def end_stretch(
     if HAS_UNKEPT:
         of_unkept = gl.load(state_ptrs + 3 * size) + whole_sum(unkept, layout)
         gl.store(state_ptrs + 3 * size, of_unkept * shrink)
+    first_sum = sum_tiles.shape[0] // GROUPS * group
     if HAS_SURPLUS:
+        surplus = take_sum(sum_tiles.index(first_sum), layout)
         excess = gl.load(state_ptrs + 3 * size) + surplus
         gl.store(state_ptrs + 3 * size, (excess - gain * whole) * shrink)
+    if HAS_SQUARES:
+        squares = take_sum(sum_tiles.index(first_sum + HAS_SURPLUS), layout)
+        gl.store(squares_ptrs, (gl.load(squares_ptrs) + squares) * (shrink * shrink))
     return next_ref

@@ -20,13 +20,7 @@ from cce_dist.backends.triton.kernels.forward.hopper_sums import (
     with_rows_of,
 )
 
-# Rows that are left of a tile's sums: two in each warp.
-SUM_ROWS = gl.constexpr(8)
-# Sums of a group: of exp2(z - ref) (z - ref), log2; of z - origin; of its square.
-SURPLUS = gl.constexpr(0)
-FIRST_MOMENT = gl.constexpr(1)
-SECOND_MOMENT = gl.constexpr(2)
-SUMS = gl.constexpr(3)
+GROUPS = gl.constexpr(2)
 # A column is stored as what it lacks to this number: of equal products the lowest column wins.
 NO_COLUMN = gl.constexpr(2**31 - 1)
 
@@ -35,11 +29,11 @@ near_tanh = gluon.jit(numbers.near_tanh.fn)
 
 @gluon.jit
 def start_stats(
-    sum_tiles,  # see `add_stats`
+    sum_tiles,  # see `allocate_sums`
     of_token,  # in shared memory: see `hopper.sum_tiles`
     group,
     key_ptrs,  # [BLOCK_N] of the first split: see `key_of`
-    extras_ptrs,  # [BLOCK_N] in the first field of [7, size]: see `add_extras`
+    extras_ptrs,  # [BLOCK_N] in the first field of [8, size]: see `add_extras`
     split_offset,  # this split's place from the first
     splits,
     stride,  # of two splits
@@ -47,17 +41,15 @@ def start_stats(
     lower,  # [BLOCK_N] a bound of lse, log2
     counts,  # [BLOCK_N]
     launch,
-    HAS_SURPLUS: gl.constexpr,
     HAS_ARGMAX: gl.constexpr,
     HAS_MOMENTS: gl.constexpr,
 ):
     """Starts a launch's statistics."""
-    if HAS_SURPLUS:
-        forget_sum(sum_tiles.index(SUMS * group + SURPLUS))
+    SUMS: gl.constexpr = sum_tiles.shape[0] // GROUPS
+    for i in gl.static_range(SUMS):
+        forget_sum(sum_tiles.index(SUMS * group + i))
     if HAS_MOMENTS:
         of_token.index(4 * group + 2).store(start_moments(extras_ptrs, size, lower, launch))
-        forget_sum(sum_tiles.index(SUMS * group + FIRST_MOMENT))
-        forget_sum(sum_tiles.index(SUMS * group + SECOND_MOMENT))
     if HAS_ARGMAX:
         begins = (launch == launches.PROBE) | (launch >= launches.ALONE)
         best = start_largest(key_ptrs, split_offset, splits, stride, counts, begins)
@@ -80,8 +72,9 @@ def update_stats(
     """Ends a stretch: merges its moments, and looks up the largest products so far."""
     layout: gl.constexpr = extras_ptrs.type.layout
     if HAS_MOMENTS:
-        sums = take_sum(sum_tiles.index(SUMS * group + FIRST_MOMENT), layout)
-        squares = take_sum(sum_tiles.index(SUMS * group + SECOND_MOMENT), layout)
+        end: gl.constexpr = sum_tiles.shape[0] // GROUPS
+        sums = take_sum(sum_tiles.index(end * group + end - 2), layout)
+        squares = take_sum(sum_tiles.index(end * group + end - 1), layout)
         tile = of_token.index(4 * group + 2)
         tile.store(merge_moments(sums, squares, extras_ptrs, size, tile.load(layout), number))
     if HAS_ARGMAX:
@@ -103,14 +96,17 @@ def add_stats(
     key_ptr,  # [BLOCK_N]: see `key_of`
     of_token,  # in shared memory, from `base`: see `hopper.sum_tiles`
     base,
-    sum_tiles,  # [SUMS GROUPS, SUM_ROWS, BLOCK_N] in shared memory
+    sum_tiles,  # see `allocate_sums`
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
     HAS_SURPLUS: gl.constexpr,
+    HAS_SQUARES: gl.constexpr,
     HAS_ARGMAX: gl.constexpr,
     HAS_MOMENTS: gl.constexpr,
 ):
     """Adds a part of a tile to the statistics."""
+    SUMS: gl.constexpr = sum_tiles.shape[0] // GROUPS
+    LEFT: gl.constexpr = sum_tiles.shape[1]
     first = base // 4 * SUMS
     if HAS_ARGMAX:
         best_tile = of_token.index(base + 3).slice(part * TOKENS, TOKENS)
@@ -118,21 +114,27 @@ def add_stats(
     # All loads come before all stores: between them the warps wait for each other.
     if HAS_SURPLUS:
         # 0 times -inf would be NaN.
-        excess = rows_of_warps(p * gl.maximum(log_p, numbers.LOWEST), ROWS, TOKENS)
-        surplus_tile = sum_tiles.index(first + SURPLUS).slice(part * TOKENS, TOKENS, 1)
+        excess = rows_of_warps(p * gl.maximum(log_p, numbers.LOWEST), ROWS, TOKENS, LEFT)
+        surplus_tile = sum_tiles.index(first).slice(part * TOKENS, TOKENS, 1)
         excess += surplus_tile.load(excess.type.layout)
+    if HAS_SQUARES:
+        p2 = rows_of_warps(p * p, ROWS, TOKENS, LEFT)
+        p2_tile = sum_tiles.index(first + HAS_SURPLUS).slice(part * TOKENS, TOKENS, 1)
+        p2 += p2_tile.load(p2.type.layout)
     if HAS_MOMENTS:
         origin_tile = of_token.index(base + 2).slice(part * TOKENS, TOKENS)
         origin = origin_tile.load(gl.SliceLayout(0, z.type.layout))
         off = gl.where((columns < V)[:, None], z - origin[None, :], 0.0)
-        sums = rows_of_warps(off, ROWS, TOKENS)
-        squares = rows_of_warps(off * off, ROWS, TOKENS)
-        sum_tile = sum_tiles.index(first + FIRST_MOMENT).slice(part * TOKENS, TOKENS, 1)
-        square_tile = sum_tiles.index(first + SECOND_MOMENT).slice(part * TOKENS, TOKENS, 1)
+        sums = rows_of_warps(off, ROWS, TOKENS, LEFT)
+        squares = rows_of_warps(off * off, ROWS, TOKENS, LEFT)
+        sum_tile = sum_tiles.index(first + SUMS - 2).slice(part * TOKENS, TOKENS, 1)
+        square_tile = sum_tiles.index(first + SUMS - 1).slice(part * TOKENS, TOKENS, 1)
         sums += sum_tile.load(sums.type.layout)
         squares += square_tile.load(squares.type.layout)
     if HAS_SURPLUS:
         surplus_tile.store(excess)
+    if HAS_SQUARES:
+        p2_tile.store(p2)
     if HAS_MOMENTS:
         sum_tile.store(sums)
         square_tile.store(squares)
@@ -152,6 +154,7 @@ def add_plain(
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     HAS_SURPLUS: gl.constexpr,
+    HAS_SQUARES: gl.constexpr,
     HAS_ARGMAX: gl.constexpr,
     HAS_MOMENTS: gl.constexpr,
 ):
@@ -177,7 +180,7 @@ def add_plain(
         z = y * (factor * (1.0 / numbers.LOG2E))
         add_stats(
             i, log_p, p, y, z, columns, V, key_ptr, of_token, base, sum_tiles, ROWS, TOKENS,
-            HAS_SURPLUS, HAS_ARGMAX, HAS_MOMENTS,
+            HAS_SURPLUS, HAS_SQUARES, HAS_ARGMAX, HAS_MOMENTS,
         )  # fmt: skip
         exponentials = exponentials + (p,)  # noqa: RUF005
     total = joined_sums(totals, total, BLOCK_N)
@@ -262,7 +265,7 @@ def start_largest(
 @gluon.jit
 def end_largest(
     key_ptrs,  # [BLOCK_N] of this split
-    extras_ptrs,  # [BLOCK_N] in the first field of [7, size]: see `add_extras`
+    extras_ptrs,  # [BLOCK_N] in the first field of [8, size]: see `add_extras`
     size,
     token,
     scale,
@@ -283,25 +286,46 @@ def end_largest(
 
 
 @gluon.jit
-def rows_of_warps(x, ROWS: gl.constexpr, TOKENS: gl.constexpr):
-    """Sums [ROWS, TOKENS] -> [SUM_ROWS, TOKENS] within each warp."""
+def allocate_sums(
+    BLOCK_N: gl.constexpr,
+    HAS_SURPLUS: gl.constexpr,
+    HAS_SQUARES: gl.constexpr,
+    HAS_MOMENTS: gl.constexpr,
+):
+    """Allocates the sums of all groups in shared memory, [SUMS GROUPS, LEFT, BLOCK_N]. A group's
+    sums, of those that are wanted: of exp2(z - ref) (z - ref), log2; of exp2(z - ref)^2; of
+    z - origin; of its square. LEFT rows are left of a tile: two of each warp, or one, as four sums
+    with two do not fit."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums: gl.constexpr = HAS_SURPLUS + HAS_SQUARES + 2 * HAS_MOMENTS
+    left: gl.constexpr = 4 if sums == 4 else 8
+    if sums == 0:
+        # Nothing reads it.
+        return gl.allocate_shared_memory(gl.float32, [1, 1, 1], layout)
+    else:
+        return gl.allocate_shared_memory(gl.float32, [sums * GROUPS, left, BLOCK_N], layout)
+
+
+@gluon.jit
+def rows_of_warps(x, ROWS: gl.constexpr, TOKENS: gl.constexpr, LEFT: gl.constexpr):
+    """Sums [ROWS, TOKENS] -> [LEFT, TOKENS] within each warp."""
     split = gl.reshape(x, (ROWS // 64, 4, 2, 8, TOKENS))
-    of_thread = gl.reshape(gl.sum(gl.sum(split, 2), 0), (4, 2, 4, TOKENS))
-    return gl.reshape(gl.sum(of_thread, 2), (SUM_ROWS, TOKENS))
+    return gl.sum(gl.reshape(gl.sum(gl.sum(split, 2), 0), (LEFT, 32 // LEFT, TOKENS)), 1)
 
 
 @gluon.jit
 def forget_sum(tile):
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    rows: gl.constexpr = tile.shape[0]
     tokens: gl.constexpr = tile.shape[1]
-    tile.store(gl.zeros((SUM_ROWS, tokens), gl.float32, layout))
+    tile.store(gl.zeros((rows, tokens), gl.float32, layout))
 
 
 @gluon.jit
 def take_sum(tile, LAYOUT: gl.constexpr):
     """Returns the sum of a tile's rows, [BLOCK_N], and forgets it."""
     # All rows of a token in one thread.
-    by_token: gl.constexpr = gl.BlockedLayout([8, 1], [1, 32], [1, 4], [0, 1])
+    by_token: gl.constexpr = gl.BlockedLayout([tile.shape[0], 1], [1, 32], [1, 4], [0, 1])
     total = gl.convert_layout(gl.sum(tile.load(by_token), 0), LAYOUT)
     forget_sum(tile)
     return total

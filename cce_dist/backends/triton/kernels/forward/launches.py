@@ -25,9 +25,11 @@ def raise_reference(
     dropped,
     ref,
     state_ptrs,  # [BLOCK_N] in the first field of [4, size]: see `forward_kernel`
+    squares_ptrs,  # [BLOCK_N]: see `add_extras`
     size,
     HAS_SCORE: tl.constexpr,
     HAS_SURPLUS: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
     HAS_UNKEPT: tl.constexpr,
 ):
     """Changes the sums' reference from the state's to `ref`, which is not lower."""
@@ -36,6 +38,7 @@ def raise_reference(
     earlier = tl.load(state_ptrs + size)
     earlier_dropped = 0.0
     surplus = 0.0
+    squares = 0.0
     if HAS_SCORE:
         earlier_dropped = tl.load(state_ptrs + 2 * size)
     if HAS_SURPLUS:
@@ -44,6 +47,8 @@ def raise_reference(
         surplus = tl.load(state_ptrs + 3 * size) - tl.where(before > 0, gain * before, 0.0)
     if HAS_UNKEPT:
         surplus = tl.load(state_ptrs + 3 * size)
+    if HAS_SQUARES:
+        squares = tl.load(squares_ptrs)
     # Two threads may hold a token: both have to read before one of them writes.
     tl.debug_barrier()
     tl.store(state_ptrs, ref)
@@ -52,6 +57,8 @@ def raise_reference(
         tl.store(state_ptrs + 2 * size, shrink * earlier_dropped)
     if HAS_SURPLUS or HAS_UNKEPT:
         tl.store(state_ptrs + 3 * size, shrink * surplus)
+    if HAS_SQUARES:
+        tl.store(squares_ptrs, shrink * shrink * squares)
     tl.debug_barrier()
     return total * shrink[None, None, :], dropped * shrink[None, None, :]
 
@@ -175,6 +182,7 @@ def expected_growth(earliest, before, n0, n1, n2, n3, n4):
 def start_state(
     lower_ptrs,  # [BLOCK_N]
     first_ptrs,  # [BLOCK_N] in the first field of the first split of the first slot
+    squares_ptrs,  # [BLOCK_N] of this split: see `add_extras`
     split_offset,  # of this split, from the first
     splits,
     stride,  # of two splits
@@ -185,6 +193,7 @@ def start_state(
     BLOCK_N: tl.constexpr,
     HAS_SCORE: tl.constexpr,
     HAS_SURPLUS: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
     HAS_UNKEPT: tl.constexpr,
     HAS_LOGITS: tl.constexpr,
     IS_ROBUST: tl.constexpr,
@@ -197,6 +206,7 @@ def start_state(
     earlier = tl.zeros((BLOCK_N,), tl.float32)
     earlier_dropped = earlier
     surplus = earlier
+    squares = earlier
     if IS_ROBUST:
         ref = tl.where(counts, LOWEST, HIGHEST)
     elif (launch >= FIRST) & (launch < ALONE):
@@ -224,13 +234,18 @@ def start_state(
             )
         if HAS_SURPLUS or HAS_UNKEPT:
             surplus = tl.load(before_ptrs + split_offset + 3 * size, mask=goes_on, other=0.0)
+        if HAS_SQUARES:
+            squares = tl.load(squares_ptrs, mask=goes_on, other=0.0)
     tl.store(state_ptrs, ref)
     tl.store(state_ptrs + size, earlier)
     tl.store(state_ptrs + 2 * size, earlier_dropped)
     tl.store(state_ptrs + 3 * size, surplus)
+    if HAS_SQUARES:
+        tl.store(squares_ptrs, squares)
     tl.debug_barrier()
     if not IS_ROBUST:
         nothing = tl.zeros((8, 8, BLOCK_N), tl.float32)
         raise_reference(
-            nothing, nothing, highest, state_ptrs, size, HAS_SCORE, HAS_SURPLUS, HAS_UNKEPT
-        )
+            nothing, nothing, highest, state_ptrs, squares_ptrs, size, HAS_SCORE, HAS_SURPLUS,
+            HAS_SQUARES, HAS_UNKEPT,
+        )  # fmt: skip
