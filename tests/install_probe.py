@@ -1,7 +1,7 @@
 """What an installed cce-dist can do, found out in its own environment: tests/test_install.py.
 
-    python -I install_probe.py FOUND modules SITE ...       imports and helps
-    python -I install_probe.py FOUND commands ANSWERS ONLY  subcommands' exit codes and output
+    python -I install_probe.py FOUND modules NUMBER SITE ...  imports, of the first NUMBER helps
+    python -I install_probe.py FOUND commands ANSWERS ONLY    subcommands' exit codes and output
 
 FOUND is the JSON file to write. Each SITE is an environment's site-packages, which takes the place
 of this Python's own. With a last argument, CHECKOUT, the package is imported from there.
@@ -32,7 +32,8 @@ COMMON = ("click", "numpy", "rich", "torch", "typer")
 
 def main(path: str, what: str, *rest: str) -> None:
     if what == "modules":
-        found = find_in_each(rest)
+        number, *sites = rest
+        found = find_in_each(sites, int(number))
     else:
         answers, only, *checkout = rest
         sys.path[:0] = checkout
@@ -61,9 +62,9 @@ def subcommands() -> Iterator[tuple[list[str], Any]]:
             waiting.append(([*words, name], child))
 
 
-def find_in_each(sites: tuple[str, ...]) -> list[dict[str, Any]]:
+def find_in_each(sites: list[str], num_helped: int) -> list[dict[str, Any]]:
     """What find_modules finds in each of these environments, by a fork: of what they have in common
-    all that the first one imports is imported once."""
+    all that the first one imports is imported once. The first `num_helped` are asked for helps."""
     import torch  # noqa: F401
 
     place = sys.path.index(sysconfig.get_path("purelib"))
@@ -79,7 +80,8 @@ def find_in_each(sites: tuple[str, ...]) -> list[dict[str, Any]]:
                 # What a child raises must not go on as its parent.
                 try:
                     sys.path[place] = site
-                    Path(file.name).write_text(json.dumps(find_modules()))
+                    helps = len(found) < num_helped
+                    Path(file.name).write_text(json.dumps(find_modules(helps=helps)))
                     os._exit(0)
                 except BaseException:
                     traceback.print_exc()
@@ -92,9 +94,9 @@ def find_in_each(sites: tuple[str, ...]) -> list[dict[str, Any]]:
     return found
 
 
-def find_modules() -> dict[str, Any]:
+def find_modules(*, helps: bool) -> dict[str, Any]:
     """Modules that cannot be imported, third-party ones that are named anywhere, and all helps."""
-    failures, third_party, helps = {}, {}, {}
+    failures, third_party, texts = {}, {}, {}
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         assert spec is not None
@@ -108,14 +110,14 @@ def find_modules() -> dict[str, Any]:
                 continue
             for name in named_in(Path(str(module.__file__)).read_text(encoding="utf-8")):
                 third_party[name] = importlib.util.find_spec(name) is not None
-    for words, _ in subcommands():
-        helps[" ".join(words)] = run_forked([*words, "--help"])
+    for words, _ in subcommands() if helps else ():
+        texts[" ".join(words)] = run_forked([*words, "--help"])
     common = [name for name in sys.modules if name.partition(".")[0] in COMMON]
     origin = str(importlib.import_module(PACKAGES[0]).__file__)
     return {
         "failures": failures,
         "third_party": third_party,
-        "helps": helps,
+        "helps": texts,
         "common": common,
         "origin": origin,
     }

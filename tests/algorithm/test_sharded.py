@@ -25,6 +25,7 @@ from cce_dist.testing import (
     zipf_inputs,
 )
 from tests.algorithm.sharded_cases import RANKS, Bounds, run_ranks
+from tests.support.grids import paired_grid
 from tests.support.loss_cases import EVERY_STAT, MODES, generator
 
 
@@ -70,7 +71,7 @@ def not_refused(row: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    **grid(
+    **paired_grid(
         places=CPU_PLACES,
         option=tuple(OPTIONS),
         gradient=MODES,
@@ -92,7 +93,9 @@ def test_linear_cross_entropy_each_option_on_a_group(
 
 
 @pytest.mark.parametrize(
-    **grid(places=CPU_PLACES, gradient=MODES, dtype=("bf16", "fp16", "fp32"), world_size=RANKS)
+    **paired_grid(
+        places=CPU_PLACES, gradient=MODES, dtype=("bf16", "fp16", "fp32"), world_size=RANKS
+    )
 )
 def test_linear_cross_entropy_each_dtype_on_a_group(
     place: Place, gradient: str, dtype: str, world_size: int

@@ -25,6 +25,7 @@ from cce_dist.testing import (
     shared_pool,
     zipf_inputs,
 )
+from tests.support.grids import paired_grid
 
 TOKENS, CLASSES, DIM = 150, 600, 24
 # Room for a few columns at a time: several chunks.
@@ -108,7 +109,7 @@ def ours(
 
 
 @pytest.mark.parametrize(
-    **grid(
+    **paired_grid(
         options=OPTIONS,
         asks=ASKS,
         gradient=("filtered", "exact"),

@@ -26,6 +26,7 @@ from cce_dist.testing import (
     run_case,
     zipf_inputs,
 )
+from tests.support.grids import paired_grid
 from tests.support.loss_cases import (
     EVERY_STAT,
     MODES,
@@ -64,7 +65,7 @@ def not_refused(row: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    **grid(option=tuple(OPTIONS), gradient=MODES, dtype=tuple(DTYPES), allowed=not_refused)
+    **paired_grid(option=tuple(OPTIONS), gradient=MODES, dtype=tuple(DTYPES), allowed=not_refused)
 )
 def test_linear_cross_entropy_each_option(
     place: Place, option: str, gradient: str, dtype: str

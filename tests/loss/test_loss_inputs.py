@@ -25,6 +25,7 @@ from cce_dist.testing import (
     run_case,
     zipf_inputs,
 )
+from tests.support.grids import paired_grid
 from tests.support.loss_cases import MODES, SMALL_WORKSPACE, generator, make_case, on_cpu
 
 SHAPES: dict[str, tuple[Any, int, int]] = {
@@ -47,7 +48,7 @@ WORKSPACES = {"chunks": SMALL_WORKSPACE, "one_chunk": 2**26}
 
 
 @pytest.mark.parametrize(
-    **grid(shape=tuple(SHAPES), gradient=MODES, dtype=tuple(DTYPES), workspace=WORKSPACES)
+    **paired_grid(shape=tuple(SHAPES), gradient=MODES, dtype=tuple(DTYPES), workspace=WORKSPACES)
 )
 def test_linear_cross_entropy_shapes(
     place: Place, shape: str, gradient: str, dtype: str, workspace: int

@@ -26,6 +26,7 @@ from cce_dist.testing import (
     large_logit_inputs,
     run_case,
 )
+from tests.support.grids import paired_grid
 from tests.support.loss_cases import MODES, NARROW, SMALL_WORKSPACE, classes, generator
 
 MASKED = {
@@ -48,7 +49,7 @@ INTERPRETED_MASKED = {
 WORKSPACES = {"chunks": SMALL_WORKSPACE, "one_chunk": 2**26}
 
 
-@pytest.mark.parametrize(**grid(masked=tuple(MASKED), gradient=MODES, workspace=WORKSPACES))
+@pytest.mark.parametrize(**paired_grid(masked=tuple(MASKED), gradient=MODES, workspace=WORKSPACES))
 def test_linear_cross_entropy_minus_inf_bias(
     place: Place, masked: str, gradient: str, workspace: int
 ) -> None:

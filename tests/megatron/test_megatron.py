@@ -65,6 +65,9 @@ JOBS = {
         tp=2, dp=2, overlap=True, distributed_optimizer=True, fusion=True, bf16=True
     ),
 }
+# Of which other jobs have each pair of settings: on a CPU, where a rank computes what it would on a
+# GPU but for the kernels, they are left to these.
+IN_OTHERS = {"tp", "tied", "pipeline"}
 # Megatron's own rounding: of logits to 16 bits; and its fused loss rounds d_logits so even in fp32.
 ROUNDS = {"bf16": 2e-2, "data_parallel_fusion": 2e-2, "native": 1e-3}
 WHEN = {
@@ -82,7 +85,7 @@ def test_pretraining_on_gpus(gpu_pools: dict[int, RankPool], name: str) -> None:
     check_pretraining(gpu_pools[setup.world], name, setup, {"gradient": "exact"})
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in IN_OTHERS])
 def test_pretraining_is_the_same(megatron_pools: dict[int, RankPool], name: str) -> None:
     if name == "fsdp_megatron" and core.__version__.startswith("0.14"):
         pytest.skip("0.14's Megatron-FSDP asks torch for what 2.13 has no longer")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from cce_dist import LossOptions
 from cce_dist.pipeline.schedules.torch_schedules import prepare_mode
-from cce_dist.testing import DTYPES, RankError, RankPool
+from cce_dist.testing import DTYPES, RankError, RankPool, pairwise
 from tests.pipeline.pipeline_jobs import (
     evaluate,
     evaluate_between,
@@ -97,9 +97,15 @@ def test_few_microbatches(pools: dict[int, RankPool], microbatches: int) -> None
     pools[4].run(4, train, Setup(PLANNED, microbatches=microbatches), 1e-12)
 
 
-@pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])
-@pytest.mark.parametrize("parallel", ["", "tp", "sp"])
-@pytest.mark.parametrize("microbatches", [1, 8])
+@pytest.mark.parametrize(
+    ("microbatches", "parallel", "static"),
+    [
+        (row["microbatches"], row["parallel"], row["static"])
+        for row in pairwise(
+            {"microbatches": [1, 8], "parallel": ["", "tp", "sp"], "static": [True, False]}
+        )
+    ],
+)
 def test_tied_embedding(
     pools: dict[int, RankPool], microbatches: int, parallel: str, static: bool
 ) -> None:

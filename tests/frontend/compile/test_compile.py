@@ -22,8 +22,9 @@ from cce_dist import (
     token_logprobs,
 )
 from cce_dist.ranks.mpi import MPIGroup
-from cce_dist.testing import DTYPES, PLACES, Place, grid
+from cce_dist.testing import DTYPES, TORCH_CPU, TRITON_CPU, Place, grid
 from tests.frontend.compile.compile_cases import BATCH, CLASSES, DIM, LENGTH, SOME, WARNING, made
+from tests.support.grids import GPU_PLACES, joined
 from tests.support.reachable import reachable_tensors
 
 pytestmark = [
@@ -41,6 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tail_mass": {"filter": SOME, "stats": ("tail_mass",)},
     "in_forward": {"gradient": "in_forward", "label_smoothing": 0.1, "softcap": 5.0},
 }
+IN_BOTH = ("fp32", "bf16")
 LEAVES = ("hidden", "weight", "bias", "token_weight")
 
 
@@ -86,7 +88,23 @@ def step(run: Callable[..., Any], tensors: dict[str, Tensor]) -> dict[str, Tenso
     return {name: x.detach().clone() for name, x in found.items() if x is not None}
 
 
-@pytest.mark.parametrize(**grid(places=PLACES, option=OPTIONS, dtype=("fp32", "bf16")))
+# A graph holds calls of a backend and none of its code, and its shapes and dtypes: on a CPU torch
+# takes each option in one dtype, and Triton, which is traced alike, those with most of the calls.
+IN_BF16 = {"filtered", "none", "in_forward"}
+TRACED = {name: OPTIONS[name] for name in ("none", "stats", "in_forward")}
+
+
+def takes_one_dtype(row: dict[str, str]) -> bool:
+    return (row["option"] in IN_BF16) == (row["dtype"] == "bf16")
+
+
+@pytest.mark.parametrize(
+    **joined(
+        grid(places=(TORCH_CPU,), option=OPTIONS, dtype=IN_BOTH, allowed=takes_one_dtype),
+        grid(places=(TRITON_CPU,), option=TRACED, dtype=IN_BOTH),
+        grid(places=GPU_PLACES, option=OPTIONS, dtype=IN_BOTH),
+    )
+)
 def test_compiled_as_eager(place: Place, option: dict[str, Any], dtype: str) -> None:
     tensors = made(DTYPES[dtype], place.device)
     # So many that the weight's marks are more than the tokens' vectors.
@@ -107,14 +125,14 @@ def test_compiled_as_eager(place: Place, option: dict[str, Any], dtype: str) -> 
         torch.testing.assert_close(found[name], expected, msg=name)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize(
-    ("shape", "shift"),
+    ("shape", "shift", "reduction"),
     [
-        pytest.param((4, 1), 1, id="one_token"),
-        pytest.param((2, 3), 5, id="shift_beyond"),
-        pytest.param((0, 5), 1, id="no_sequence"),
-        pytest.param((2, 0), 0, id="no_token"),
+        pytest.param((4, 1), 1, "mean", id="one_token-mean"),
+        pytest.param((4, 1), 1, "none", id="one_token-none"),
+        pytest.param((2, 3), 5, "none", id="shift_beyond-none"),
+        pytest.param((0, 5), 1, "mean", id="no_sequence-mean"),
+        pytest.param((2, 0), 0, "none", id="no_token-none"),
     ],
 )
 def test_compiled_of_a_batch_without_targets(
@@ -151,7 +169,18 @@ def test_compiled_with_options_of_another_kind() -> None:
         torch.compile(run, fullgraph=True, backend="aot_eager")(hidden)
 
 
-@pytest.mark.parametrize(**grid(places=PLACES, learned=(False, True), dtype=("fp32", "bf16")))
+@pytest.mark.parametrize(
+    **joined(
+        grid(
+            places=(TORCH_CPU,),
+            learned=(False, True),
+            dtype=IN_BOTH,
+            allowed=lambda row: (row["learned"] == "True") == (row["dtype"] == "fp32"),
+        ),
+        grid(places=(TRITON_CPU,), learned=(False,), dtype=IN_BOTH),
+        grid(places=GPU_PLACES, learned=(False, True), dtype=IN_BOTH),
+    )
+)
 def test_compiled_with_a_temperature_of_each_token(place: Place, learned: bool, dtype: str) -> None:
     tensors = made(DTYPES[dtype], place.device)
     # Any of its size will do.

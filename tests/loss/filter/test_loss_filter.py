@@ -25,6 +25,7 @@ from cce_dist.testing import (
     zipf_inputs,
 )
 from tests.loss.filter.filter_cases import GRADIENTS, check_near, rms, skewed_inputs, wide
+from tests.support.grids import paired_grid
 from tests.support.loss_cases import generator
 
 # -- the contract -------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ BOUNDED = {
 }
 
 
-@pytest.mark.parametrize(**grid(options=BOUNDED, family=FAMILIES, filter=FILTERS))
+@pytest.mark.parametrize(**paired_grid(options=BOUNDED, family=FAMILIES, filter=FILTERS))
 def test_filtered_error_is_bounded_by_the_tail_mass(
     place: Place, options: dict[str, Any], family: Any, filter: Filter
 ) -> None:

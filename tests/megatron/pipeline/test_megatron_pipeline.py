@@ -23,7 +23,8 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def job(**values: Any) -> Setup:
-    return Setup(**{"pp": 2, "layers": 4, "microbatches": 4, "steps": 4, **values})
+    # An evaluation comes after the second step, and the third has the first one's batch.
+    return Setup(**{"pp": 2, "layers": 4, "microbatches": 4, "steps": 3, **values})
 
 
 JOBS = {
@@ -36,7 +37,10 @@ JOBS = {
     "tied, tensor parallel": job(tp=2, tied=True),
     "tied, sequence parallel": job(tp=2, tied=True, sequence_parallel=True, experts=True),
     "data parallel": job(dp=2, per_token=True, tied=True),
-    "distributed optimizer": job(dp=2, distributed_optimizer=True, overlap=True, tied=True),
+    # The evaluation after the fourth step gathers the weights.
+    "distributed optimizer": job(
+        dp=2, distributed_optimizer=True, overlap=True, tied=True, steps=4
+    ),
     "context parallel": job(cp=2),
     "head of its own": job(layout="Etttt|L", fusion=True, recompute=True),
     "frozen head": job(frozen_head=True),
@@ -47,7 +51,8 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+# On a CPU without a job of which others have each pair of settings.
+@pytest.mark.parametrize("name", [name for name in JOBS if name != "tensor parallel"])
 def test_pretraining_is_the_same(megatron_pools: dict[int, RankPool], name: str) -> None:
     setup = JOBS[name]
     check_pretraining(megatron_pools[setup.world], setup, {"gradient": "exact", "backend": "torch"})

@@ -40,7 +40,7 @@ JOBS = (
     "90:bf16,chunk,temperature,temperature-softcap",
 )
 # In a process each.
-CAPABILITIES = ((100,), (90,), (86, 89, 80), (120,))
+CAPABILITIES = ((100,), (90, 120), (86, 89, 80))
 # Where the calls reach every kernel, but for Hopper's own.
 WHOLE = 100
 HOPPER = {"hopper.hopper_forward_kernel", "hopper_logits.hopper_logits_kernel"}
