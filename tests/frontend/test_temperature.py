@@ -98,7 +98,7 @@ def ours(
         **options,
     )
     needing = {name: x for name, x in leaves.items() if x.requires_grad}
-    grads = torch.autograd.grad(objective(*found), [*needing.values()])
+    grads = torch.autograd.grad(objective(found.logprobs, found.entropy), [*needing.values()])
     outputs = {"logprobs": found.logprobs.detach().cpu()}
     if found.entropy is not None:
         outputs["entropy"] = found.entropy.detach().cpu()
@@ -271,7 +271,7 @@ def on_a_rank(
         **mine,
         **how,
     )
-    grads = torch.autograd.grad(objective(*found), [*mine.values()])
+    grads = torch.autograd.grad(objective(found.logprobs, found.entropy), [*mine.values()])
     return {"logprobs": found.logprobs.detach(), **dict(zip(mine, grads, strict=True))}
 
 
