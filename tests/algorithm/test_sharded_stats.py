@@ -88,3 +88,21 @@ def test_filtered_on_a_group_is_bounded_by_its_tail_mass(
     if tail:
         difference = (outputs["grad_weight"].sum(0) - golden["grad_weight"].sum(0)).abs().max()
         assert float(difference) < rounding * float(golden["grad_weight"].abs().sum(0).max())
+
+
+@pytest.mark.parametrize(**grid(places=CPU_PLACES, world_size=RANKS))
+def test_filtered_entropy_on_a_group_comes_nearer_with_the_tail(
+    place: Place, world_size: int
+) -> None:
+    # Each rank has the entropy of its own dropped columns, by the lse and the entropy of all ranks.
+    num_classes = 1200 if place.interprets else 2400
+    inputs = zipf_inputs(200, num_classes, 16, generator=generator())
+    upstream = {"loss": 0.0, "entropy": torch.linspace(-1, 2, 200)}
+    case = Case(inputs, {"reduction": "sum", "stats": ("entropy",)}, upstream=upstream).at(place)
+    golden, found = golden_outputs(case), {}
+    for tail in (True, False):
+        options = {**case.options, "filter": Filter(keep=0.1, tail=tail, draw=False)}
+        found[tail] = run_ranks(replace(case, options=options), world_size)
+    for name, times in (("grad_hidden", 0.5), ("grad_weight", 1.0)):
+        near, far = (float((found[tail][name] - golden[name]).norm()) for tail in (True, False))
+        assert 0 < near < times * far, f"{name}: {near:.3e} with the tail, {far:.3e} without"
