@@ -15,7 +15,7 @@ from zipfile import is_zipfile
 
 import typer
 
-from cce_dist.options import LossOptions
+from cce_dist.options import LossOptions, require_finite
 from cce_dist.train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -159,6 +159,7 @@ def cases_of(
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device must be cpu where torch finds no GPU, got {device!r}")
     LossOptions(softcap=softcap)  # refuses other values
+    require_finite("entropy-bonus", entropy_bonus)
 
     def make(kind: str, shape: Shape) -> BenchInputs:
         case = make_inputs(kind, shape, dtype=wanted, device=where).ignoring(ignored_fraction)

@@ -62,9 +62,10 @@ def num_counted(targets: Tensor) -> Tensor:
 
 
 def mean_of(nll: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean of per-token losses over the tokens that are not ignored."""
-    counted = targets != IGNORE_INDEX
-    return torch.where(counted, nll.float(), 0.0).sum() / num_counted(targets)
+    """Returns the mean of per-token losses over the tokens that are not ignored, in fp32 (float64
+    for float64)."""
+    wide = nll if nll.dtype == torch.float64 else nll.float()
+    return wide.masked_fill(targets == IGNORE_INDEX, 0.0).sum() / num_counted(targets)
 
 
 def gradients(method: LossFunction, inputs: BenchInputs) -> Gradients:

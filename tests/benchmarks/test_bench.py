@@ -201,6 +201,18 @@ def test_bench_loss_with_a_softcap(backend: str, tmp_path: Path) -> None:
     assert "torch-chunked failed" in output
 
 
+def test_bench_loss_with_an_entropy_bonus(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    methods = ("--method", "filtered", "--method", "exact", "--peers", "torch-chunked")
+    where = ("--entropy-bonus", "0.5", "--worst-error-ratio", "9", "--csv", str(path))
+    invoke("loss", *TINY, "--inputs", "zipf", *methods, *where)
+    rows = {row["method"]: row for row in read_csv(path)}
+    for name in ("filtered", "exact"):
+        assert rows[name]["inputs"] == "zipf entropy bonus 0.5"
+        assert float(rows[name]["grad_weight_error"]) < 1e-5
+    assert "torch-chunked differentiates no entropy" in rows["torch-chunked"]["failed"]
+
+
 def test_tail_mass_is_that_of_the_loss_with_its_softcap() -> None:
     inputs = make_inputs("zipf", Shape(64, 500, 16))
     options: dict[str, Any] = {"filter": Filter(keep=0.5), "backend": "torch"}
@@ -223,3 +235,9 @@ def test_bench_refuses_a_softcap(softcap: str) -> None:
     for command in ("loss", "profile"):
         got = refuse(command, "--device", "cpu", "--softcap", softcap)
         assert "softcap must be" in got and f"got {float(softcap)}" in got
+
+
+@pytest.mark.parametrize("bonus", ["inf", "nan"])
+def test_bench_refuses_an_entropy_bonus(bonus: str) -> None:
+    got = refuse("loss", "--device", "cpu", "--entropy-bonus", bonus)
+    assert f"entropy-bonus must be a finite number, got {bonus}" in got

@@ -61,11 +61,16 @@ def test_golden_gradients_are_those_of_autograd() -> None:
     assert max(found.values()) < 1e-12
 
 
-def test_golden_gradients_of_a_softcap_are_those_of_autograd() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 2.0}, {"entropy_bonus": 0.3}, {"softcap": 2.0, "entropy_bonus": 0.3}],
+    ids=["softcap", "entropy", "both"],
+)
+def test_golden_gradients_of_options_are_those_of_autograd(options: dict[str, float]) -> None:
     inputs = make_inputs("zipf", Shape(130, 300, 8), dtype=torch.float64).ignoring(0.1)
-    inputs = replace(inputs, softcap=2.0)
-    capped = functools.partial(dense_loss, softcap=2.0)
-    found = errors(gradients(capped, inputs), golden_gradients(inputs, chunk=64))
+    inputs = replace(inputs, **options)
+    recipe = functools.partial(dense_loss, **options)
+    found = errors(gradients(recipe, inputs), golden_gradients(inputs, chunk=64))
     assert max(found.values()) < 1e-12
     plain = errors(gradients(dense_loss, inputs), golden_gradients(inputs))
     assert min(plain.values()) > 0.01

@@ -134,9 +134,11 @@ def test_a_broken_capture_costs_its_cells_alone(tmp_path: Path) -> None:
     assert {row["times_faster"] for row in rows} == {""}
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0], ids=["plain", "softcap"])
-def test_a_sample_has_the_rows_of_all(softcap: float | None) -> None:
-    inputs = replace(make_inputs("zipf", Shape(700, 90, 32), dtype=torch.bfloat16), softcap=softcap)
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 2.0}, {"entropy_bonus": 0.3}], ids=["plain", "softcap", "entropy"]
+)
+def test_a_sample_has_the_rows_of_all(options: dict[str, float]) -> None:
+    inputs = replace(make_inputs("zipf", Shape(700, 90, 32), dtype=torch.bfloat16), **options)
     golden, tokens = golden_gradients(inputs), torch.tensor([3, 0, 699])
     ids = torch.tensor([0, 5, 89])
     sample = sampled_gradients(inputs, tokens, ids, torch.float64)
