@@ -50,12 +50,13 @@ def stats_of(tokens: Tokens, head: Head, **options: Any) -> tuple[Stats, Marks]:
 
 def launches_of(num_columns: int, width: int, splits: int) -> Tensor:
     """The launch, from 0, that computes each column: a 64th of a split's tiles, then four times as
-    many each time."""
+    many each time, and at least one more."""
     tiles = torch.arange(-(-num_columns // width))
     launch = torch.empty_like(tiles)
     for split in range(splits):
         own = tiles[split::splits]
         ends = torch.tensor([-(-len(own) // 64), -(-len(own) // 16), -(-len(own) // 4)])
+        ends = ends.maximum(torch.tensor([1, 2, 3]))
         launch[own] = torch.searchsorted(ends, torch.arange(len(own)), right=True)
     return launch.repeat_interleave(width)[:num_columns]
 
@@ -132,3 +133,34 @@ def test_a_refused_screen_is_the_full_forward(
     torch.testing.assert_close(refused.lse, full.lse, rtol=0, atol=1e-5)
     # One launch has computed all columns: one factor.
     assert bool((factors[1].of_blocks == factors[1].of_blocks[:, :1]).all())
+
+
+@pytest.fixture
+def flat(monkeypatch: pytest.MonkeyPatch, place: Place) -> tuple[Tokens, Head, ColumnFilter]:
+    """A flat softmax whose columns have 0.7 of the threshold. Each of 8 splits has 15 tiles, of
+    which a 64th and a 16th are the same one."""
+    monkeypatch.setattr(forward_state, "num_programs", lambda weight: 8)
+    made, num_classes = torch.Generator().manual_seed(0), 8 * 15 * 256
+    hidden = torch.randn(BLOCK, DIM, generator=made).half()
+    weight = (0.05 * torch.randn(num_classes, DIM, generator=made)).half()
+    targets = torch.full((BLOCK,), -1, dtype=torch.int32)
+    hidden, weight, targets = (x.to(place.device) for x in (hidden, weight, targets))
+    rule = ColumnFilter(BLOCK / num_classes / 0.7, by_largest=False, tail=True, draws=True)
+    head = Head(weight, None, None, num_classes, None, 1.0)
+    return Tokens(hidden, None, targets), head, rule
+
+
+# Three quarters of the columns are computed with a sum that is expected or known.
+@pytest.mark.parametrize(
+    **grid(
+        places=TRITON_PLACES,
+        screen={"no": None, "refused": Screen(max_kept=0.0, max_error=10.0)},
+    )
+)
+def test_a_flat_softmax_of_few_tiles_drops_columns(
+    place: Place, flat: tuple[Tokens, Head, ColumnFilter], screen: Screen | None
+) -> None:
+    tokens, head, rule = flat
+    stats, marks = stats_of(tokens, head, filter=rule, screen=screen)
+    dropped = (marks.log_dropped - stats.lse).exp()
+    assert float(dropped.mean()) > 0.6

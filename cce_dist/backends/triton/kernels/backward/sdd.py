@@ -213,7 +213,7 @@ def sdd_kept_task(
     if HAS_SOFTCAP:
         slope = tl.where(is_target, slope_at(z, scale_across(scale, token), softcap), slope)
     log_p = tl.where(is_target, z, of_entry) - tl.load(upstream_ptrs + 5 * N)[None, :]
-    surprise = log_p
+    own_log_p = log_p
     if HAS_DRAWN:
         # A drawn column counts 2^draw_level times.
         log_p += tl.where(drawn, draw_level_of(column, seed), 0).to(tl.float32)[:, None]
@@ -225,7 +225,8 @@ def sdd_kept_task(
         total = tl.sum(tl.where(drawn[:, None], grad, 0.0), 0)
         tl.store(drawn_sum_ptr + task.to(tl.int64) * TOKENS + tl.arange(0, TOKENS), total)
     if HAS_ENTROPY:
-        surprise = tl.where(p > 0, surprise / LOG2E, 0.0) + tl.load(upstream_ptrs + 3 * N)[None, :]
+        entropy = tl.load(upstream_ptrs + 3 * N)[None, :]
+        surprise = tl.where(p > 0, own_log_p / LOG2E, 0.0) + entropy
         of_entropy = p * surprise * tl.load(upstream_ptrs + 2 * N)[None, :]
         grad -= tl.where(listed[:, None], of_entropy * slope, 0.0)
     # The products read whole steps of the list.
