@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import multiprocessing
@@ -168,7 +169,7 @@ class RankPool:
                 try:
                     failure, result = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError) as error:
-                    failure, result, broken = (f"the process died: {error!r}", ""), None, True
+                    failure, result, broken = self._death(connection, error), None, True
                 if failure is None:
                     results[rank] = result
                     continue
@@ -179,6 +180,13 @@ class RankPool:
         if broken:
             self.close()
         return results, failures
+
+    def _death(self, connection: Connection, error: Exception) -> tuple[str, str]:
+        """Returns the failure of a rank whose process ended: its message and its stacks."""
+        assert self._folder is not None
+        stacks = _stacks_of(self._folder, self._connections.index(connection)).read_text()
+        cause = "" if stacks else "; it exited or was killed, perhaps for want of memory"
+        return f"the process died: {error!r}{cause}", stacks
 
 
 @functools.cache
@@ -219,7 +227,14 @@ def _serve_all(prepare: Callable[[], object] | None, ranks: Sequence[tuple[Any, 
             os._exit(0)
 
 
+def _stacks_of(folder: str | Path, rank: int) -> Path:
+    """The file in which a rank's process leaves its threads' stacks if a signal ends it."""
+    return Path(folder, f"stacks{rank}")
+
+
 def _serve(rank: int, size: int, store_path: str, connection: Connection, backend: str) -> None:
+    stacks = _stacks_of(Path(store_path).parent, rank).open("w")  # open as long as the process
+    faulthandler.enable(stacks)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     speed_up_interpreter()

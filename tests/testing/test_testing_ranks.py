@@ -46,6 +46,11 @@ def hang_on(group: dist.ProcessGroup, rank: int) -> None:
         time.sleep(600)
 
 
+def crash_on(group: dist.ProcessGroup, rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.abort()
+
+
 def die_on(group: dist.ProcessGroup, rank: int) -> None:
     if dist.get_rank(group) == rank:
         os._exit(3)
@@ -120,9 +125,11 @@ def test_rank_pool_restarts_after_a_timeout_and_after_a_death() -> None:
         assert set(caught.value.failures) == {1}
         after = pool.run(2, process_id)
         assert not set(before) & set(after)
-        with pytest.raises(RankError, match="process died") as caught:
+        with pytest.raises(RankError, match="process died.*it exited or was killed") as caught:
             pool.run(2, die_on, 0)
         assert set(caught.value.failures) == {0}
+        with pytest.raises(RankError, match=r"(?s)process died.*Aborted.*in crash_on") as caught:
+            pool.run(1, crash_on, 1, first_rank=1)
         assert [rank for rank, *_ in pool.run(2, report_place, 0)] == [0, 1]
     finally:
         pool.close()
