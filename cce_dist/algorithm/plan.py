@@ -93,7 +93,10 @@ class Plan:
         return ColumnFilter(self.threshold, by_largest, options.filter.tail, options.draws)
 
     def room(self, tokens: Tokens, head: Head) -> Room:
-        return Room(self.workspace_bytes(len(tokens), head), self.shares_device)
+        return self.room_of(len(tokens), head)
+
+    def room_of(self, num_tokens: int, head: Head) -> Room:
+        return Room(self.workspace_bytes(num_tokens, head), self.shares_device)
 
     def workspace_bytes(self, num_tokens: int, head: Head) -> int:
         """Returns the bytes of the workspace of a call on `num_tokens` tokens. Unless the caller

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.core.stats import MergeKernels, Stats
-from cce_dist.core.types import Head, LocalGrads, Picked, Tokens, Upstream, Wanted
+from cce_dist.core.types import Head, LocalGrads, Pairs, Picked, Tokens, Upstream, Wanted
 from cce_dist.options import Screen
 from cce_dist.vocab_shard import VocabShard
 
@@ -140,6 +140,28 @@ class BackwardRequest:
 
 
 @dataclass(frozen=True)
+class PairsRequest:
+    """Logits of some pairs of a token and an id, or their gradients, over this rank's shard."""
+
+    pairs: Pairs
+    first_id: int  # of the shard
+    room: Room
+
+    def columns(self, head: Head) -> Tensor:
+        """Returns each pair's row of the head's weight, [P] int64; -1: not of this shard."""
+        return self.pairs.columns(self.first_id, head.weight.shape[0])
+
+
+@dataclass(frozen=True)
+class PairsGrads:
+    """Memory for gradients, which a backend writes; None: not needed."""
+
+    hidden: Tensor | None  # [num_rows, D]; 0 where no pair is of the row
+    weight: Tensor | None  # [V_local, D]
+    bias: Tensor | None  # [V_local] in the accumulation dtype
+
+
+@dataclass(frozen=True)
 class Traits:
     """Facts about a backend by which callers choose their requests."""
 
@@ -195,6 +217,21 @@ class Backend(Protocol):
 
     def largest(self, tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
         """Returns each token's largest logit and the first column that has it, int64, [N] each."""
+        ...
+
+    def top(self, tokens: Tokens, head: Head, room: Room, k: int) -> tuple[Tensor, Tensor]:
+        """Returns each token's k largest logits and their columns, [N, k]: `torch.top.top`."""
+        ...
+
+    def pair_logits(self, hidden: Tensor, head: Head, request: PairsRequest) -> Tensor:
+        """Computes hidden . weight + bias of each pair, [P] in the accumulation dtype, without
+        softcap and scale; 0 for pairs that are not of this shard."""
+        ...
+
+    def pair_gradients(
+        self, hidden: Tensor, head: Head, request: PairsRequest, grad: Tensor, out: PairsGrads
+    ) -> None:
+        """Computes the gradients from those of `pair_logits`, [P], in one order of sums."""
         ...
 
     def store_for(

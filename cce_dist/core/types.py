@@ -122,6 +122,27 @@ class Tokens:
         return replace(self.slice(start, stop), hidden=self.take(start, stop), rows=None)
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of a token and a token id whose logits a caller wants, in the order of tokens."""
+
+    rows: Tensor  # [P] int64, rows of hidden, the same for all pairs of a token; -1: left out
+    ids: Tensor  # [P] int64 in [0, vocab_size)
+    offsets: Tensor  # [T + 1] int64: where the pairs of each token start
+    order: Tensor  # [P] int64: the pairs sorted by id, those of an id in the order of tokens
+
+    def columns(self, first: int, count: int) -> Tensor:
+        """Returns the rows of a weight of ids [first, first + count), [P]; -1: of another shard, or
+        left out."""
+        column = self.ids - first
+        return column.where((column >= 0) & (column < count) & (self.rows >= 0), -1)
+
+    def starts(self, first: int, count: int) -> Tensor:
+        """Returns where the pairs of each of these ids start in `order`, [count + 1] int64."""
+        ids = torch.arange(first, first + count + 1, device=self.ids.device)
+        return torch.searchsorted(self.ids[self.order], ids)
+
+
 class Picked(NamedTuple):
     """The targets that count, out of N targets.
 

@@ -72,6 +72,26 @@ def _bind(
     return key, shard.start, shard.stop, shard.vocab_size, size
 
 
+def refuse_mpi(group: Any) -> None:
+    if is_over_mpi(group):
+        where = "within torch.compile and of fake tensors"
+        raise ValueError(f"group must be a ProcessGroup {where}, got an MPIGroup")
+
+
+def bind(
+    weight: Tensor, options: LossOptions, group: Any, vocab_shard: VocabShard | None
+) -> tuple[str, VocabShard, int]:
+    """Returns the key of a compiled call, its shard and the number of ranks."""
+    bounds: Any = vocab_shard
+    if isinstance(vocab_shard, VocabShard):
+        bounds = (vocab_shard.start, vocab_shard.stop, vocab_shard.vocab_size)
+    # `range` turns a symbol into a number. The size is a symbol after heads of several sizes have
+    # been compiled.
+    num_rows = len(range(weight.shape[0]))
+    key, start, stop, vocab_size, size = _bind(group, bounds, num_rows, _option_values(options))
+    return key, VocabShard(start, stop, vocab_size), size
+
+
 def compute(
     inputs: Inputs,
     options: LossOptions,
@@ -85,23 +105,15 @@ def compute(
     """
     hidden, weight, targets, bias, token_weight, class_weight, grad_weight_into, _ = inputs
     temperature = inputs.temperature
-    if is_over_mpi(group):
-        where = "within torch.compile and of fake tensors"
-        raise ValueError(f"group must be a ProcessGroup {where}, got an MPIGroup")
+    refuse_mpi(group)
     if is_traced():
         _refuse_tensors(quantized_weight, grad_weight_into)
     else:
         # Fake tensors have no values to compare and no memory to keep.
         options = replace(options, keep_logits=None, check_ranks=False)
     validation.check_hidden_and_weight(hidden, weight)
-    bounds: Any = vocab_shard
-    if isinstance(vocab_shard, VocabShard):
-        bounds = (vocab_shard.start, vocab_shard.stop, vocab_shard.vocab_size)
-    # `range` turns a symbol into a number. The size is a symbol after heads of several sizes have
-    # been compiled.
-    num_rows = len(range(weight.shape[0]))
-    key, start, stop, vocab_size, size = _bind(group, bounds, num_rows, _option_values(options))
-    shard = VocabShard(start, stop, vocab_size)
+    key, shard, size = bind(weight, options, group, vocab_shard)
+    vocab_size = shard.vocab_size
     shape = validation.check_targets(targets, hidden, options, size)
     validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
     validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)

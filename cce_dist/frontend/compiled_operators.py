@@ -59,7 +59,7 @@ def has_plain(options: LossOptions) -> tuple[bool, ...]:
     return (*has, "tail_mass" in options.stats)
 
 
-class _Context:
+class OperatorContext:
     """A stand-in for autograd's context in `TwoPass.forward` and `TwoPass.backward`."""
 
     def __init__(self, needs: list[bool]) -> None:
@@ -137,7 +137,7 @@ def two_pass(
     bound, size = BOUND[key], len(rows)
     plan = bound.plan(hidden, size, needs)
     call = _call(plan, class_weight, rows, local_targets, count, any(needs))
-    ctx: Any = _Context(needs)
+    ctx: Any = OperatorContext(needs)
     scale = _of_known(scale, call)
     with torch.autocast(hidden.device.type, enabled=False):
         nll, lse, smooth, entropy, *plain = TwoPass.forward(ctx, hidden, weight, bias, scale, call)
@@ -262,7 +262,7 @@ def two_pass_backward(
             store=None,
         )
     else:
-        ctx = _Context(needs)
+        ctx = OperatorContext(needs)
         with torch.autocast(hidden.device.type, enabled=False):
             TwoPass.forward(ctx, hidden, weight, bias, known, call)
     upstream = (grad_nll, grad_lse, grad_smooth, grad_entropy)

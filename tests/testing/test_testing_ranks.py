@@ -125,7 +125,7 @@ def test_rank_pool_restarts_after_a_timeout_and_after_a_death() -> None:
         assert set(caught.value.failures) == {1}
         after = pool.run(2, process_id)
         assert not set(before) & set(after)
-        with pytest.raises(RankError, match="process died.*it exited or was killed") as caught:
+        with pytest.raises(RankError, match="it exited or was killed") as caught:
             pool.run(2, die_on, 0)
         assert set(caught.value.failures) == {0}
         with pytest.raises(RankError, match=r"(?s)process died.*Aborted.*in crash_on") as caught:

@@ -11,6 +11,8 @@ from cce_dist.backends.protocol import (
     ColumnFilter,
     ExpectedBackward,
     ForwardRequest,
+    PairsGrads,
+    PairsRequest,
     Room,
     Scores,
     Traits,
@@ -18,8 +20,10 @@ from cce_dist.backends.protocol import (
 from cce_dist.backends.torch import forward as torch_forward
 from cce_dist.backends.torch.backward import gradients
 from cce_dist.backends.torch.filter import ColumnMask, ColumnMasses, keep_columns
+from cce_dist.backends.torch.pairs import pair_gradients, pair_logits
 from cce_dist.backends.torch.pick import pick
 from cce_dist.backends.torch.screened import screened_statistics
+from cce_dist.backends.torch.top import top
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, LocalGrads, Picked, Tokens, accumulate_dtype
 from cce_dist.vocab_shard import VocabShard
@@ -74,6 +78,17 @@ class TorchBackend:
 
     def largest(self, tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
         return torch_forward.largest(tokens, head, room)
+
+    def top(self, tokens: Tokens, head: Head, room: Room, k: int) -> tuple[Tensor, Tensor]:
+        return top(tokens, head, room, k)
+
+    def pair_logits(self, hidden: Tensor, head: Head, request: PairsRequest) -> Tensor:
+        return pair_logits(hidden, head, request)
+
+    def pair_gradients(
+        self, hidden: Tensor, head: Head, request: PairsRequest, grad: Tensor, out: PairsGrads
+    ) -> None:
+        pair_gradients(hidden, head, request, grad, out)
 
     def store_for(
         self,

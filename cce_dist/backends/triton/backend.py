@@ -12,12 +12,14 @@ from cce_dist.backends.protocol import (
     ForwardRequest,
     Traits,
 )
+from cce_dist.backends.torch.top import top
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import Marks, keep
 from cce_dist.backends.triton.forward.largest import largest
 from cce_dist.backends.triton.grads import backward, scale
 from cce_dist.backends.triton.launch.replay import Replayed
+from cce_dist.backends.triton.pairs import pair_gradients, pair_logits
 from cce_dist.backends.triton.screened.quantize import quantize_for
 from cce_dist.backends.triton.stats import forward
 from cce_dist.backends.triton.tokens.merge import KERNELS
@@ -60,8 +62,11 @@ class TritonBackend:
     keep = staticmethod(keep)
     scale = staticmethod(scale)
     largest = staticmethod(largest)
+    top = staticmethod(top)
     scores_like = staticmethod(Marks.like)
     warm_up = staticmethod(warm_up)
+    pair_logits = staticmethod(pair_logits)
+    pair_gradients = staticmethod(pair_gradients)
 
     def pick(self, ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
         return _pick(ids, ignore_index, shard)

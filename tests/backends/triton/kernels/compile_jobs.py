@@ -35,6 +35,8 @@ from cce_dist.backends.protocol import (
     BackwardRequest,
     ColumnFilter,
     ForwardRequest,
+    PairsGrads,
+    PairsRequest,
     Room,
     WeightGrad,
 )
@@ -44,11 +46,12 @@ from cce_dist.backends.triton.filter.marks import keep
 from cce_dist.backends.triton.forward.largest import largest
 from cce_dist.backends.triton.grads import backward, scale
 from cce_dist.backends.triton.launch import start as launch_start
+from cce_dist.backends.triton.pairs import pair_gradients, pair_logits
 from cce_dist.backends.triton.stats import forward
 from cce_dist.backends.triton.tokens.merge import merge_lse_and_target, pack_lse_and_target
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.backends.triton.warm_up import NoSum
-from cce_dist.core.types import Head, Tokens, Upstream, Wanted
+from cce_dist.core.types import Head, Pairs, Tokens, Upstream, Wanted
 from cce_dist.options import Screen
 from cce_dist.vocab_shard import VocabShard
 
@@ -343,7 +346,19 @@ def compile_small() -> None:
     scale(torch.zeros(TOKENS, 16, dtype=torch.bfloat16), torch.ones(()))
 
 
-OTHERS = {"largest": compile_largest, "small": compile_small}
+def compile_pairs() -> None:
+    pairs = Pairs(*(torch.zeros(TOKENS, dtype=torch.int64) for _ in Pairs.__dataclass_fields__))
+    for dtype in (torch.bfloat16, torch.float32):
+        hidden = torch.zeros(TOKENS, Call().dim, dtype=dtype)
+        head = head_of(replace(Call(everything=True), dtype=dtype))
+        request = PairsRequest(pairs, 0, Room(WORKSPACE_BYTES))
+        logits = pair_logits(hidden, head, request)
+        for weight in (torch.zeros_like(head.weight), None):
+            out = PairsGrads(torch.zeros_like(hidden), weight, torch.zeros(COLUMNS))
+            pair_gradients(hidden, head, request, logits, out)
+
+
+OTHERS = {"largest": compile_largest, "small": compile_small, "pairs": compile_pairs}
 
 
 def main(capabilities: list[int], jobs: list[str], *, whole: bool) -> None:
