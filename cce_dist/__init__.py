@@ -14,6 +14,7 @@ _install_old_names()
 
 _why: Exception | None = None
 try:
+    from cce_dist.frontend.listed import TokenSupport
     from cce_dist.frontend.outputs import LogitMoments, LossOutput
     from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer, quantize_weight
     from cce_dist.largest import LargestLogits, largest_logits
@@ -66,6 +67,7 @@ __all__ = [
     "Screen",
     "StepQuantizer",
     "TokenLogprobs",
+    "TokenSupport",
     "VocabShard",
     "all_reduce_logaddexp",
     "largest_logits",

@@ -9,12 +9,23 @@ from torch import Tensor
 
 from cce_dist.frontend.dtensor import is_dtensor
 from cce_dist.frontend.inputs import Inputs, options_of
+from cce_dist.frontend.listed import (
+    Listed,
+    TokenSupport,
+    candidate_logits,
+    check_candidates,
+    check_support,
+    is_everything,
+    list_tokens,
+)
 from cce_dist.frontend.outputs import LossOutput
+from cce_dist.frontend.support import Supported
 from cce_dist.frontend.validation import require_tensor
 from cce_dist.loss import compute_loss
 from cce_dist.options import (
     Backend,
     Filter,
+    LossOptions,
     Screen,
     require_bool,
     require_choice,
@@ -33,7 +44,9 @@ IGNORED = -100
 # torch.compile does not trace the defaults of LossOptions itself.
 UNSCREENED = Screen()
 GradientOfEach = Literal["filtered", "exact"]
-LogprobStat = Literal["entropy", "sum_p2"]
+LogprobStat = Literal["entropy", "sum_p2", "correct", "mean_logit"]
+# Of `top_k`.
+LARGEST_K = 128
 
 
 class TokenLogprobs(NamedTuple):
@@ -46,6 +59,12 @@ class TokenLogprobs(NamedTuple):
     logprobs: Tensor  # natural log of the target's probability; differentiable
     entropy: Tensor | None  # the softmax's entropy, in nats; differentiable
     sum_p2: Tensor | None = None  # log of the sum of squared probabilities
+    correct: Tensor | None = None  # bool: the target has the largest logit, the first of equal ones
+    mean_logit: Tensor | None = None  # of the ids of the softmax
+    candidates: Tensor | None = None  # [..., K] log-probabilities; differentiable
+    top_ids: Tensor | None = None  # [..., k] int64, by falling logit, equal logits by id
+    top_logprobs: Tensor | None = None  # [..., k]
+    outside: Tensor | None = None  # [] int64: the number of targets outside their support
 
 
 def token_logprobs(
@@ -55,6 +74,9 @@ def token_logprobs(
     *,
     mask: Tensor | None = None,  # [...] bool
     temperature: float | Tensor = 1.0,  # a Tensor: [...], any float dtype
+    support: TokenSupport | None = None,
+    candidates: Tensor | None = None,  # [..., K] int64
+    top_k: int | None = None,
     entropy: bool = False,
     stats: tuple[LogprobStat, ...] = (),
     bias: Tensor | None = None,  # [V_local]
@@ -83,22 +105,38 @@ def token_logprobs(
             is aligned with targets as mask is. It may require grad, except with `entropy`; its
             gradient is -(logprob + entropy) / temperature of each token, times the upstream one.
             Values at tokens that do not count are not read.
+        support: the token ids that the sampler allowed at each token: the softmax is over these
+            alone, and so are all statistics. A target outside has log-probability -inf and no
+            gradient; the result's `outside` counts such targets. The cost is in proportion to the
+            number of ids: some 60 bytes an id, and a row of weight read twice. `filter` and
+            `gradient` have no effect: every listed id has its gradient. temperature may require
+            grad in any case.
+        candidates: further ids at each token whose log-probabilities are wanted, aligned with
+            targets; ids at tokens that are left out are not read. Outside of a support they have
+            -inf.
+        top_k: return the k largest logits' ids and log-probabilities, k in [1, 128]; not
+            differentiable (pass top_ids as `candidates` of another call). With fewer ids in a
+            support the rest has id -1 and -inf.
         entropy: compute the entropy; it costs next to nothing, and is differentiable.
-        stats: "entropy", as with `entropy`, and "sum_p2".
+        stats: "entropy", as with `entropy`, "sum_p2", "correct" and "mean_logit".
         gradient: "filtered" or "exact".
     Raises:
         ValueError: an argument is not supported; the message says which.
-    Collectives, determinism: the same as `linear_cross_entropy` with reduction "none".
+    Collectives, determinism: the same as `linear_cross_entropy` with reduction "none". Candidates
+        take in the forward one all-reduce of 4 bytes an id, and in the backward the collectives of
+        a second hidden gradient; a support has these alone. top_k takes two all-gathers of [N, k].
     """
     require_bool("entropy", entropy)
     require_stats(stats, get_args(LogprobStat))
     if entropy and "entropy" not in stats:
         stats = ("entropy", *stats)
     require_choice("gradient", gradient, get_args(GradientOfEach))
+    _check_lists(support, top_k)
     logit_scale = require_finite("logit_scale", logit_scale)
     token_temperature = None
     if isinstance(temperature, Tensor):
-        token_temperature = _temperature_of_tokens(temperature, targets, "entropy" in stats)
+        entropy_of_all = "entropy" in stats and support is None
+        token_temperature = _temperature_of_tokens(temperature, targets, entropy_of_all)
     else:
         logit_scale = _divide(logit_scale, temperature)
     if mask is not None:
@@ -113,15 +151,103 @@ def token_logprobs(
         gradient=gradient,
         filter=filter,
         screen=UNSCREENED,
-        stats=stats,
+        stats=_stats_of_loss(stats, candidates is not None or top_k is not None),
         backend=backend,
         workspace_bytes=workspace_bytes,
     )
     inputs = Inputs(hidden, weight, targets, bias, temperature=token_temperature)
-    result = compute_loss(inputs, options, group, vocab_shard)
-    if isinstance(result, LossOutput):
-        return TokenLogprobs(0.0 - result.loss, result.entropy, result.sum_p2)
-    return TokenLogprobs(0.0 - result, None)
+    call = (inputs, options, group, vocab_shard)
+    outside = None
+    if support is not None:
+        listed = list_tokens(*call)
+        check_support(support, listed)
+        if not is_everything(support, listed):
+            return _over_support(listed, support, candidates, top_k, stats)
+        outside = listed.wrap(torch.zeros_like(support.offsets[0]))
+    result = compute_loss(*call)
+    if not isinstance(result, LossOutput):
+        return TokenLogprobs(0.0 - result, None, outside=outside)
+    moments = result.logit_moments
+    logprobs = TokenLogprobs(
+        0.0 - result.loss,
+        result.entropy,
+        result.sum_p2,
+        result.correct,
+        None if moments is None else moments.mean,
+        outside=outside,
+    )
+    return _with_listed(logprobs, result.lse, call, candidates, top_k)
+
+
+def _with_listed(
+    logprobs: TokenLogprobs,
+    lse: Tensor | None,  # None: nothing is listed
+    call: tuple[Inputs, LossOptions, Group | DeviceMesh | None, VocabShard | None],
+    candidates: Tensor | None,
+    top_k: int | None,
+) -> TokenLogprobs:
+    """Adds the log-probabilities of candidates and of the k largest logits."""
+    if lse is None:
+        return logprobs
+    listed = list_tokens(*call)
+    if candidates is not None:
+        ids = check_candidates(candidates, listed)
+        logits = listed.result(candidate_logits(listed, ids))
+        logprobs = logprobs._replace(candidates=logits - lse[..., None])
+    if top_k is not None:
+        ids, logits = map(listed.result, listed.top(top_k))
+        logprobs = logprobs._replace(top_ids=ids, top_logprobs=logits - lse.detach()[..., None])
+    return logprobs
+
+
+def _stats_of_loss(stats: tuple[str, ...], lse: bool) -> tuple[str, ...]:
+    """Returns the loss's names of the statistics."""
+    names = tuple("logit_moments" if name == "mean_logit" else name for name in stats)
+    return ("lse", *names) if lse else names
+
+
+def _over_support(
+    listed: Listed,
+    support: TokenSupport,
+    candidates: Tensor | None,
+    top_k: int | None,
+    stats: tuple[str, ...],
+) -> TokenLogprobs:
+    supported = Supported.of(listed, support)
+    plain = supported.detached()
+    wanted = {
+        "entropy": supported.entropy,
+        "sum_p2": plain.sum_p2,
+        "correct": plain.correct,
+        "mean_logit": plain.mean_logit,
+    }
+    values = {name: listed.result(stat()) for name, stat in wanted.items() if name in stats}
+    chosen = top_ids = top_logprobs = None
+    if candidates is not None:
+        ids = check_candidates(candidates, listed)
+        chosen = listed.result(supported.candidates(ids))
+    if top_k is not None:
+        top_ids, top_logprobs = map(listed.result, plain.top(top_k))
+    return TokenLogprobs(
+        listed.result(supported.logprobs()),
+        values.get("entropy"),
+        values.get("sum_p2"),
+        values.get("correct"),
+        values.get("mean_logit"),
+        chosen,
+        top_ids,
+        top_logprobs,
+        listed.wrap(supported.outside()),
+    )
+
+
+def _check_lists(support: object, top_k: object) -> None:
+    if support is not None and not isinstance(support, TokenSupport):
+        raise ValueError(f"support must be a TokenSupport(offsets, ids), got {type(support)}")
+    if top_k is None:
+        return
+    if type(top_k) is not int or not 1 <= top_k <= LARGEST_K:
+        raise ValueError(f"top_k must be an int in [1, {LARGEST_K}], got {top_k!r}")
 
 
 def _divide(logit_scale: float, temperature: float) -> float:

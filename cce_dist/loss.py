@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
-from cce_dist.frontend.dtensor import arrived, is_dtensor, local_parts
 from cce_dist.frontend.inputs import Inputs, options_of
 from cce_dist.frontend.outputs import LossOutput
-from cce_dist.frontend.prepare import cast_by_autocast, compute
+from cce_dist.frontend.prepare import compute, enter
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
-from cce_dist.frontend.validation import require_plain_call, require_vocab_shard
+from cce_dist.frontend.validation import require_vocab_shard
 from cce_dist.options import (
     Backend,
     Filter,
@@ -177,14 +176,7 @@ def compute_loss(
     if quantized_weight is not None and not isinstance(quantized_weight, known):
         rule = "a QuantizedWeight, which quantize_weight returns, or a StepQuantizer"
         raise ValueError(f"quantized_weight must be {rule}, got {type(quantized_weight)}")
-    parts = None
-    if any(map(is_dtensor, inputs)):
-        parts = local_parts(inputs, options, group, vocab_shard)
-        inputs, options = parts.inputs, parts.options
-        group, vocab_shard = parts.group, parts.vocab_shard
-    require_plain_call(inputs.weight)
-    hidden, weight = cast_by_autocast(arrived(inputs.hidden), arrived(inputs.weight))
-    inputs = Inputs(hidden, weight, *inputs[2:])
+    inputs, options, group, vocab_shard, parts = enter(inputs, options, group, vocab_shard)
     if is_traced():
         # The module imports the compiler, which a tracing caller has imported already.
         from cce_dist.frontend.compiled import compute as trace
@@ -192,7 +184,7 @@ def compute_loss(
         result = trace(inputs, options, group, vocab_shard, quantized_weight)
     else:
         compute_here = compute
-        if is_fake(hidden):
+        if is_fake(inputs.hidden):
             from cce_dist.frontend.compiled import compute as compute_here
         with unseen_by_checkpointing():
             result = compute_here(inputs, options, group, vocab_shard, quantized_weight)

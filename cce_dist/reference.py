@@ -24,6 +24,7 @@ class Reference(NamedTuple):
     max_logit: Tensor
     mean_logit: Tensor
     variance_logit: Tensor
+    candidates: Tensor | None  # [..., K] log-probabilities; None: none are given
 
 
 def reference_logits(
@@ -62,6 +63,8 @@ def linear_cross_entropy_reference(
     token_weight: Tensor | None = None,
     class_weight: Tensor | None = None,
     temperature: Tensor | float = 1.0,  # of `token_logprobs`: logprobs are -nll
+    support: Tensor | None = None,  # [..., V] bool, True for the ids of a `TokenSupport`
+    candidates: Tensor | None = None,  # [..., K] int64
     logits: Tensor | None = None,  # [..., V] in place of `reference_logits` (dense recipes)
 ) -> Reference:
     """Computes the loss of `linear_cross_entropy` from dense logits. No checks, no collectives."""
@@ -70,6 +73,8 @@ def linear_cross_entropy_reference(
         token_weight = None if token_weight is None else token_weight[..., shift:]
         if isinstance(temperature, Tensor):
             temperature = temperature[..., shift:]
+        support = None if support is None else support[..., shift:, :]
+        candidates = None if candidates is None else candidates[..., shift:, :]
         logits = None if logits is None else logits[..., :-shift, :]
     if logits is None:
         logits = reference_logits(
@@ -80,12 +85,15 @@ def linear_cross_entropy_reference(
             logit_scale=logit_scale,
             temperature=temperature,
         )
+    if support is not None:
+        logits = logits.masked_fill(~support, -torch.inf)
     vocab_size = logits.shape[-1]
     valid = targets != ignore_index
     ids = targets.masked_fill(~valid, 0)
 
     lse = logits.logsumexp(-1)
-    log_p = logits - lse[..., None]
+    # A token without a single id has lse -inf.
+    log_p = (logits - lse[..., None]).masked_fill(logits == -torch.inf, -torch.inf)
     nll = -log_p.gather(-1, ids[..., None])[..., 0]
     sum_p2 = (2 * log_p).logsumexp(-1)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1)
@@ -98,13 +106,12 @@ def linear_cross_entropy_reference(
         loss = loss * token_weight.to(loss)
     loss = torch.where(valid, loss, 0)
 
-    denominator = torch.where(valid, weights[ids], 0).sum()
-    if reduction == "mean":
-        loss = loss.sum() / torch.where(denominator == 0, 1, denominator)
-    elif reduction == "sum":
-        loss = loss.sum()
-
-    mean = logits.mean(-1)
+    loss = _reduced(loss, reduction, torch.where(valid, weights[ids], 0).sum())
+    mean, variance = _moments(logits, support)
+    chosen = None
+    if candidates is not None:
+        ids = candidates.masked_fill(~valid[..., None], 0)
+        chosen = torch.where(valid[..., None], log_p.gather(-1, ids), 0)
 
     def keep(stat: Tensor) -> Tensor:
         return torch.where(valid, stat, 0)
@@ -118,5 +125,23 @@ def linear_cross_entropy_reference(
         correct=valid & (logits.argmax(-1) == targets),
         max_logit=keep(logits.amax(-1)),
         mean_logit=keep(mean),
-        variance_logit=keep((logits - mean[..., None]).square().mean(-1)),
+        variance_logit=keep(variance),
+        candidates=chosen,
     )
+
+
+def _reduced(loss: Tensor, reduction: str, denominator: Tensor) -> Tensor:
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / torch.where(denominator == 0, 1, denominator)
+
+
+def _moments(logits: Tensor, support: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Computes mean and variance of the logits of the allowed ids, [...] each."""
+    allowed = torch.ones_like(logits, dtype=torch.bool) if support is None else support
+    number = allowed.sum(-1).clamp_min(1)
+    mean = logits.masked_fill(~allowed, 0).sum(-1) / number
+    deviation = (logits - mean[..., None]).masked_fill(~allowed, 0)
+    return mean, deviation.square().sum(-1) / number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from cce_dist.algorithm.once import without_autocast
 from cce_dist.algorithm.plan import plan_of
 from cce_dist.core.types import accumulate_dtype
 from cce_dist.frontend import agreement, validation
+from cce_dist.frontend.dtensor import LocalParts, arrived, is_dtensor, local_parts
 from cce_dist.frontend.inputs import Inputs
 from cce_dist.frontend.outputs import Finish, LossOutput
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
@@ -27,6 +28,38 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from cce_dist.ranks.transport import Group
+
+
+class Entered(NamedTuple):
+    """The arguments of a call: plain tensors, hidden and weight cast by autocast."""
+
+    inputs: Inputs
+    options: LossOptions
+    group: Group | DeviceMesh | None
+    vocab_shard: VocabShard | None
+    parts: LocalParts | None  # of the arguments that were DTensors; None: none was
+
+
+def enter(
+    inputs: Inputs,
+    options: LossOptions,
+    group: Group | DeviceMesh | None,
+    vocab_shard: VocabShard | None,
+) -> Entered:
+    """Takes the local parts of DTensors, waits for collectives that write a tensor, and casts.
+
+    Raises:
+        ValueError: a DTensor's placement is not supported, or weight is not in memory.
+    """
+    parts = None
+    if any(map(is_dtensor, inputs)):
+        parts = local_parts(inputs, options, group, vocab_shard)
+        inputs, options = parts.inputs, parts.options
+        group, vocab_shard = parts.group, parts.vocab_shard
+    validation.require_plain_call(inputs.weight)
+    hidden, weight = cast_by_autocast(arrived(inputs.hidden), arrived(inputs.weight))
+    inputs = Inputs(hidden, weight, *inputs[2:])
+    return Entered(inputs, options, group, vocab_shard, parts)
 
 
 def prepare(

@@ -125,7 +125,7 @@ def test_token_logprobs_of_the_response_alone() -> None:
     stats = ("entropy", "sum_p2")
     found = token_logprobs(hidden, inputs.weight, targets, mask=mask, stats=stats)
     assert found.entropy is not None
-    for values in found:
+    for values in (found.logprobs, found.entropy, found.sum_p2):
         assert values is not None and not values[~mask].any()
         assert not torch.signbit(values[~mask]).any()
     torch.testing.assert_close(found.logprobs[mask], golden[mask], rtol=1e-12, atol=1e-12)
@@ -317,7 +317,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mask_sparse": ({"mask": torch.ones(8).bool().to_sparse()}, r"mask must be a dense tensor"),
     "temperature_bool": ({"temperature": True}, r"temperature must be a finite number.*True"),
-    "stats": ({"stats": ("lse",)}, r"entry of stats must be one of 'entropy', 'sum_p2', got"),
+    "stats": ({"stats": ("lse",)}, r"entry of stats must be one of 'entropy', 'sum_p2', 'correct'"),
     "entropy": ({"entropy": 1}, r"entropy must be True or False, got 1"),
     "in_forward": ({"gradient": "in_forward"}, r"gradient must be one of 'filtered', 'exact'"),
     "mask_int": ({"mask": torch.ones(8).long()}, r"mask must be a bool tensor.*int64"),

@@ -85,9 +85,10 @@ def test_reference_weights_tokens_and_divides_by_their_count() -> None:
 def test_reference_shift() -> None:
     inputs = made(2, 9)
     args = (inputs.hidden[:, :-2], inputs.weight, inputs.targets[:, 2:])
-    expected = linear_cross_entropy_reference(*args, reduction="none")
+    ids = inputs.targets.clamp_min(0)[..., None]
+    expected = linear_cross_entropy_reference(*args, candidates=ids[:, 2:], reduction="none")
     found = linear_cross_entropy_reference(
-        inputs.hidden, inputs.weight, inputs.targets, shift=2, reduction="none"
+        inputs.hidden, inputs.weight, inputs.targets, candidates=ids, shift=2, reduction="none"
     )
     for name, value in expected._asdict().items():
         assert torch.equal(getattr(found, name), value), name

@@ -72,6 +72,8 @@ _TESTS: dict[str, tuple[str, ...]] = {
     "frontend/test_logprobs.py::test_token_logprobs_policy_gradient": ("triton_cuda",),
     "frontend/test_temperature.py::test_token_logprobs_temperature_of_each_token": ("triton_cuda",),
     "frontend/test_largest.py::test_the_first_largest_logit": ("triton_cuda",),
+    "frontend/test_support.py::test_they_are_those_of_dense_logits": ("triton_cuda",),
+    "frontend/test_top_k.py::test_they_are_torchs": ("triton_cuda",),
     "frontend/compile/test_compile.py::test_compiled_as_eager": (
         *("triton_cuda-plain-", "triton_cuda-in_forward-"),
     ),
@@ -133,6 +135,9 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
         *("hopper_forward_kernel", "hopper_logits_kernel"),
     ),
     "frontend/test_largest.py::test_the_first_largest_logit": ("merge_extras_kernel",),
+    "frontend/test_support.py::test_they_are_those_of_dense_logits": (
+        *("pair_logits_kernel", "pair_hidden_kernel", "pair_weight_kernel"),
+    ),
     "backends/test_merge_kernel.py::test_what_a_rank_sends": ("pack_stats_kernel",),
     "backends/test_merge_kernel.py::test_merged_as_torch_merges": ("merge_ranks_kernel",),
 }

@@ -17,6 +17,8 @@ from cce_dist import (
     LinearCrossEntropy,
     LossOutput,
     Screen,
+    TokenLogprobs,
+    TokenSupport,
     VocabShard,
     linear_cross_entropy,
     token_logprobs,
@@ -25,6 +27,7 @@ from cce_dist.ranks.mpi import MPIGroup
 from cce_dist.testing import DTYPES, TORCH_CPU, TRITON_CPU, Place, grid
 from tests.frontend.compile.compile_cases import BATCH, CLASSES, DIM, LENGTH, SOME, WARNING, made
 from tests.support.grids import GPU_PLACES, joined
+from tests.support.listed_cases import STATS, Listing
 from tests.support.reachable import reachable_tensors
 
 pytestmark = [
@@ -195,12 +198,55 @@ def test_compiled_with_a_temperature_of_each_token(place: Place, learned: bool, 
     def gradients(run: Callable[..., Any]) -> list[Tensor]:
         needing = [x for x in tensors.values() if x.requires_grad]
         found = run(**tensors)
-        total = found.logprobs.square().sum() if learned else sum(x.sum() for x in found)
+        total = (
+            found.logprobs.square().sum()
+            if learned
+            else sum(x.sum() for x in found if x is not None)
+        )
         return [found.logprobs.detach(), *torch.autograd.grad(total, needing)]
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for found, expected in zip(gradients(compiled), gradients(run), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_compiled_with_listed_ids(supported: bool) -> None:
+    listing = Listing.make(torch.float64)
+    usable = listing.usable(1)
+
+    def run(leaves: dict[str, Tensor], offsets: Tensor, ids: Tensor, **more: Any) -> TokenLogprobs:
+        temperature = leaves["temperature"] if supported else leaves["temperature"].detach()
+        return token_logprobs(
+            2 * leaves["hidden"],
+            leaves["weight"],
+            listing.targets,
+            bias=leaves["bias"],
+            temperature=temperature,
+            support=TokenSupport(offsets, ids) if supported else None,
+            candidates=listing.candidates,
+            stats=STATS,
+            shift=1,
+            **more,
+        )
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    results = []
+    for each in (run, compiled):
+        leaves = listing.leaves()
+        found = each(leaves, *listing.support)
+        needing = [x for name, x in leaves.items() if supported or name != "temperature"]
+        chosen = found.candidates
+        assert chosen is not None and found.entropy is not None
+        finite = chosen.masked_fill(chosen == -torch.inf, 0).sin().sum()
+        total = finite + (found.logprobs.exp() + found.entropy)[usable].sin().sum()
+        results.append((found, torch.autograd.grad(total, needing)))
+    torch.testing.assert_close(results[1], results[0])
+    if not supported:
+        with pytest.raises(Exception, match=r"top_k must be None within torch\.compile"):
+            torch.compile(run, fullgraph=True, backend="aot_eager")(
+                listing.leaves(), *listing.support, top_k=2
+            )
 
 
 def test_compiled_with_screened_logits() -> None:

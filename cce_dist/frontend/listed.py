@@ -1,0 +1,273 @@
+"""Logits of token ids that a caller lists: a support, or candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist.algorithm.once import without_autocast
+from cce_dist.algorithm.pairs import PairLogits, call_of_pairs, largest_over_ranks
+from cce_dist.core.segments import spread_segments
+from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
+from cce_dist.core.types import Pairs, accumulate_dtype
+from cce_dist.frontend import validation
+from cce_dist.frontend.dtensor import is_dtensor
+from cce_dist.frontend.inputs import Inputs
+from cce_dist.frontend.prepare import Entered, enter, prepare
+from cce_dist.options import LossOptions
+from cce_dist.ranks.gather import require
+from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from cce_dist.ranks.transport import Group
+
+
+class TokenSupport(NamedTuple):
+    """The token ids that a sampler allowed at each token: a CSR of N rows, the tokens of targets
+    in flattened order. A repeated id of a token counts once."""
+
+    offsets: Tensor  # [N + 1] int64: token i has ids[offsets[i] : offsets[i + 1]]
+    ids: Tensor  # [P] int64 in [0, vocab_size), in any order
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One call: its tokens, and a function that computes logits of pairs."""
+
+    shape: torch.Size  # targets'
+    rows: Tensor  # [N] int64: each token's row of hidden; -1: it does not count
+    targets: Tensor  # [N] int64, 0 at tokens that do not count
+    vocab_size: int
+    options: LossOptions
+    scale: Tensor | None  # [N] 1 / temperature
+    dtype: torch.dtype  # of logits
+    products: Callable[[Pairs], Tensor]  # hidden . weight + bias, [P]
+    # k, rows of hidden [n] -> the k largest logits over all ranks, without the tokens' scale, and
+    # their ids, [n, k]
+    largest: Callable[[int, Tensor], tuple[Tensor, Tensor]]
+    wrap: Callable[[Tensor], Tensor]  # a result as the caller's other results: a DTensor or plain
+
+    @property
+    def counts(self) -> Tensor:
+        return self.rows >= 0
+
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        """Returns the ids of the k largest logits and the logits, [N, k], of tokens that count. The
+        host waits for their number."""
+        counting = self.counts.nonzero()[:, 0]
+        values, ids = self.largest(k, self.rows[counting])
+        if self.scale is not None:
+            values = values * self.scale.detach()[counting, None]
+        shape = (len(self.rows), k)
+        return (
+            ids.new_zeros(shape).index_copy_(0, counting, ids),
+            values.new_zeros(shape).index_copy_(0, counting, values),
+        )
+
+    def logits(self, ids: Tensor, offsets: Tensor, token_of: Tensor, order: Tensor) -> Tensor:
+        """Computes the logits of pairs, [P], differentiable by hidden, weight, bias, temperature.
+
+        Args:
+            ids: [P] in [0, vocab_size). offsets, token_of: the tokens of the pairs, as in
+                `reduce_segments`. order: [P], the pairs sorted by id, stably.
+        """
+        z = self.products(Pairs(self.rows[token_of], ids, offsets, order))
+        softcap = self.options.softcap
+        if softcap is not None:
+            z = softcap * torch.tanh(z / softcap)
+        if self.options.logit_scale != 1:
+            z = z * self.options.logit_scale
+        return z if self.scale is None else z * spread_segments(self.scale, offsets, token_of)
+
+    def result(self, values: Tensor) -> Tensor:
+        """Brings values [N, ...] to targets' (shifted) shape, 0 at tokens that do not count."""
+        counts = self.counts.view(-1, *(1 for _ in values.shape[1:]))
+        values = values.masked_fill(~counts, 0).view(*self.shape, *values.shape[1:])
+        return self.wrap(self.shifted(values))
+
+    def shifted(self, values: Tensor) -> Tensor:
+        """Drops the positions of [*shape, ...] that no hidden state predicts."""
+        shift, dim = self.options.shift, len(self.shape) - 1
+        if not shift:
+            return values
+        length = self.shape[dim]
+        return values.narrow(dim, min(shift, length), max(length - shift, 0))
+
+
+def list_tokens(
+    inputs: Inputs,
+    options: LossOptions,
+    group: Group | DeviceMesh | None,
+    vocab_shard: VocabShard | None,
+) -> Listed:
+    """Validates the arguments of `token_logprobs` but for the lists of ids.
+
+    Raises:
+        ValueError: an argument is not supported; the message says which.
+    """
+    targets, temperature = _local(inputs.targets), _local(inputs.temperature)
+    entered = enter(inputs, options, group, vocab_shard)
+    products, largest, vocab_size = _functions(entered)
+    counts = targets != options.ignore_index
+    if options.shift:
+        counts = counts.clone()
+        counts[..., : options.shift] = False
+    parts = entered.parts
+    rows = _rows(targets, options.shift, 0 if parts is None else parts.token_dim)
+    counts, dtype = counts.reshape(-1), accumulate_dtype(entered.inputs.hidden.dtype)
+    scale = None
+    if temperature is not None:
+        scale = temperature.to(dtype).reshape(-1).where(counts, 1).reciprocal()
+        validation.check_scale(scale.detach(), options.logit_scale)
+    return Listed(
+        shape=targets.shape,
+        rows=rows.where(counts, -1),
+        targets=targets.reshape(-1).where(counts, 0),
+        vocab_size=vocab_size,
+        options=options,
+        scale=scale,
+        dtype=dtype,
+        products=products,
+        largest=largest,
+        wrap=_itself if parts is None else replace(parts, token_dim=0, shift=0).wrap,
+    )
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if is_dtensor(value) else value
+
+
+def _rows(targets: Tensor, shift: int, token_dim: int) -> Tensor:
+    """Returns the row of hidden that predicts each token, [N], where hidden's dim `token_dim` was
+    put first. A token that none predicts has any row."""
+    place = torch.arange(targets.numel(), device=targets.device)
+    if token_dim:
+        moved = place.view(targets.shape).movedim(token_dim, 0).reshape(-1)
+        place = torch.empty_like(moved).index_copy_(0, moved, place)
+    return place.roll(shift) if shift else place
+
+
+def _functions(
+    entered: Entered,
+) -> tuple[Callable[[Pairs], Tensor], Callable[[int, Tensor], tuple[Tensor, Tensor]], int]:
+    """Returns the functions `Listed.products` and `Listed.largest`, and vocab_size."""
+    inputs, options, group, vocab_shard, _ = entered
+    hidden, weight, bias = inputs.hidden, inputs.weight, inputs.bias
+    if is_traced() or is_fake(hidden):
+        from cce_dist.frontend.compiled_pairs import functions
+
+        return functions(inputs, options, group, vocab_shard)
+    call, finish = prepare(inputs, options, group, vocab_shard, None, record=True)
+    call = call_of_pairs(call.plan, weight)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+
+    def products(pairs: Pairs) -> Tensor:
+        with without_autocast(hidden.device.type), unseen_by_checkpointing():
+            return PairLogits.apply(
+                flat, weight, bias, pairs.rows, pairs.ids, pairs.offsets, pairs.order, call
+            )  # pyright: ignore[reportReturnType]
+
+    def largest(k: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad(), without_autocast(hidden.device.type), unseen_by_checkpointing():
+            return largest_over_ranks(flat, rows, call.head(weight, bias), call.plan, k)
+
+    return products, largest, finish.vocab_size
+
+
+def check_support(support: TokenSupport, listed: Listed) -> None:
+    """Checks a support's types, shapes and values."""
+    offsets, ids = support.offsets, support.ids
+    for name, value in (("offsets", offsets), ("ids", ids)):
+        _check_ids(f"support.{name}", value, listed)
+        if value.dim() != 1:
+            raise ValueError(f"support.{name} must have one dim, got {list(value.shape)}")
+    tokens, pairs = listed.shape.numel(), ids.shape[0]
+    if offsets.shape[0] != tokens + 1:
+        raise ValueError(
+            f"support.offsets must have shape [N + 1] with N={tokens}, the tokens of targets, got "
+            f"{list(offsets.shape)}"
+        )
+    rule = "support.offsets must rise from 0 to the number of ids"
+    rises = (offsets[0] == 0) & (offsets[-1] == pairs) & (offsets.diff() >= 0).all()
+    require(rises, lambda: f"{rule}, {pairs}, got {_shown(offsets)}", rule)
+    check_range("support.ids", ids, listed.vocab_size)
+
+
+def is_everything(support: TokenSupport, listed: Listed) -> bool:
+    """Tells whether a support lists the whole vocabulary at every token: then the loss's own
+    kernels compute its softmax. A CPU looks at the ids. On a GPU their number tells, so that the
+    host does not wait: N V ids of which some repeat within a token are taken for everything.
+    """
+    tokens, width = listed.shape.numel(), listed.vocab_size
+    if not tokens or support.ids.shape[0] != tokens * width:
+        return False
+    if support.ids.device.type != "cpu" or is_fake(support.ids) or is_traced():
+        return True
+    even = torch.equal(support.offsets, torch.arange(tokens + 1) * width)
+    ids = support.ids.view(tokens, width)
+    return even and bool((ids.sort(1).values == torch.arange(width)).all())
+
+
+def check_candidates(candidates: Tensor, listed: Listed) -> Tensor:
+    """Checks candidates [..., K]; returns them as [N, K], 0 at tokens that do not count."""
+    _check_ids("candidates", candidates, listed)
+    if candidates.dim() != len(listed.shape) + 1 or candidates.shape[:-1] != listed.shape:
+        raise ValueError(
+            f"candidates must have targets' shape {list(listed.shape)} and a last dim K, got "
+            f"{list(candidates.shape)}"
+        )
+    flat = candidates.reshape(listed.shape.numel(), candidates.shape[-1])
+    flat = flat.where(listed.counts[:, None], 0)
+    check_range("candidates", flat, listed.vocab_size)
+    return flat
+
+
+def _check_ids(name: str, value: object, listed: Listed) -> None:
+    tensor = validation.require_tensor(name, value)
+    if is_dtensor(tensor):
+        raise ValueError(f"{name} must be a plain tensor, the same on every rank, got a DTensor")
+    if tensor.dtype != torch.int64:
+        raise ValueError(f"{name} must be int64, got {tensor.dtype}")
+    if tensor.device != listed.rows.device:
+        raise ValueError(
+            f"{name} must be on targets' device {listed.rows.device}, got {tensor.device}"
+        )
+
+
+def check_range(name: str, ids: Tensor, vocab_size: int) -> None:
+    if ids.numel() == 0:
+        return
+    low, high = torch.aminmax(ids)
+    rule = f"{name} must lie in [0, vocab_size={vocab_size})"
+    inside = (low >= 0) & (high < vocab_size)
+    require(inside, lambda: f"{rule}, got values from {int(low)} to {int(high)}", rule)
+
+
+def _shown(offsets: Tensor) -> str:
+    values = offsets.tolist()
+    return str(values if len(values) <= 8 else [*values[:4], "...", *values[-3:]])
+
+
+def tokens_of(offsets: Tensor, pairs: int) -> Tensor:
+    """Returns the token of each pair, [P]. The host does not wait."""
+    tokens = torch.arange(offsets.shape[0] - 1, device=offsets.device)
+    return tokens.repeat_interleave(offsets.diff(), output_size=pairs)
+
+
+def candidate_logits(listed: Listed, candidates: Tensor) -> Tensor:
+    """Computes the logits of candidates [N, K]: [N, K]."""
+    tokens, width = candidates.shape
+    offsets = torch.arange(tokens + 1, device=candidates.device) * width
+    ids, token_of = candidates.reshape(-1), tokens_of(offsets, tokens * width)
+    order = torch.sort(ids, stable=True).indices
+    return listed.logits(ids, offsets, token_of, order).view(tokens, width)

@@ -1,0 +1,124 @@
+"""The softmax over a support: ordinary autograd on the logits of the ids that it lists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cce_dist.core.segments import reduce_segments, spread_segments
+from cce_dist.frontend.listed import Listed, TokenSupport, tokens_of
+
+
+@dataclass(frozen=True)
+class Supported:
+    """The logits of a support's pairs, and their softmax. Fields of tokens are [N], others [P]."""
+
+    listed: Listed
+    ids: Tensor
+    offsets: Tensor  # [N + 1]
+    token_of: Tensor
+    counts: Tensor  # bool: the pair's token counts, and no earlier pair of the token has its id
+    z: Tensor  # -inf where a pair does not count
+    lse: Tensor  # -inf without pairs
+
+    @classmethod
+    def of(cls, listed: Listed, support: TokenSupport) -> Supported:
+        """Computes the logits of a support that `check_support` has seen."""
+        offsets, ids = support.offsets.contiguous(), support.ids.contiguous()
+        token_of = tokens_of(offsets, ids.shape[0])
+        order = torch.sort(ids, stable=True).indices
+        counts = (listed.rows >= 0)[token_of] & ~_repeats(ids, token_of, order)
+        z = listed.logits(ids, offsets, token_of, order).masked_fill(~counts, -torch.inf)
+        top = reduce_segments(z.detach(), offsets, token_of, "max")
+        top = top.masked_fill(top == -torch.inf, 0)
+        sums = reduce_segments((z - top[token_of]).exp(), offsets, token_of, "sum")
+        return cls(listed, ids, offsets, token_of, counts, z, top + sums.log())
+
+    def detached(self) -> Supported:
+        """Returns the same softmax for statistics that have no gradient."""
+        return replace(self, z=self.z.detach(), lse=self.lse.detach())
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sums values of pairs [P] by token, [N]."""
+        return reduce_segments(values, self.offsets, self.token_of, "sum")
+
+    @property
+    def is_target(self) -> Tensor:
+        return self.counts & (self.ids == self.listed.targets[self.token_of])
+
+    @property
+    def has_target(self) -> Tensor:
+        return self.total(self.is_target.to(self.z.dtype)) > 0
+
+    def logprobs(self) -> Tensor:
+        """Returns each target's log-probability; -inf, without a gradient, outside the support."""
+        target = self.total(self.z.masked_fill(~self.is_target, 0))
+        return (target - self.lse).masked_fill(~self.has_target, -torch.inf)
+
+    def outside(self) -> Tensor:
+        """Returns the number of targets outside their support, []."""
+        return (self.listed.counts & ~self.has_target).sum()
+
+    def _log_p(self) -> Tensor:
+        """Returns each pair's log-probability, 0 where its probability is 0."""
+        spread = spread_segments(self.lse, self.offsets, self.token_of)
+        return (self.z - spread).masked_fill(self.z == -torch.inf, 0)
+
+    def entropy(self) -> Tensor:
+        log_p = self._log_p()
+        p = log_p.exp().masked_fill(self.z == -torch.inf, 0)
+        return 0 - self.total(p * log_p)
+
+    def sum_p2(self) -> Tensor:
+        p2 = (2 * self._log_p()).exp().masked_fill(self.z == -torch.inf, 0)
+        return self.total(p2).log()
+
+    def correct(self) -> Tensor:
+        """Tells whether the target has the largest logit; of equal logits the lowest id wins."""
+        rank, _ = self.top(1)
+        return self.has_target & (rank[:, 0] == self.listed.targets)
+
+    def mean_logit(self) -> Tensor:
+        number = self.total(self.counts.to(self.z.dtype))
+        return self.total(self.z.masked_fill(~self.counts, 0)) / number.clamp_min(1)
+
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        """Returns the ids and the log-probabilities of the k largest logits, [N, k] each, in
+        falling order, equal ones by id; -1 and -inf where a support has fewer ids."""
+        order = torch.sort(self.ids, stable=True).indices
+        order = order[torch.sort(self.z[order], descending=True, stable=True).indices]
+        order = order[torch.sort(self.token_of[order], stable=True).indices]
+        token = self.token_of[order]
+        rank = torch.arange(len(order), device=order.device) - self.offsets[token]
+        kept = (rank < k) & self.counts[order]
+        # The last column takes what is left out.
+        at = rank.where(kept, k)
+        tokens = self.offsets.shape[0] - 1
+        ids = self.ids.new_full((tokens, k + 1), -1)
+        values = self.z.new_full((tokens, k + 1), -torch.inf)
+        ids[token, at] = self.ids[order]
+        values[token, at] = (self.z - self.lse[self.token_of])[order]
+        return ids[:, :k], values[:, :k]
+
+    def candidates(self, ids: Tensor) -> Tensor:
+        """Returns the log-probabilities of ids [N, K]: [N, K], -inf outside the support."""
+        if not len(self.ids):
+            return self.z.new_full(ids.shape, -torch.inf)
+        width = self.listed.vocab_size
+        key, order = torch.sort(self.token_of * width + self.ids, stable=True)
+        tokens = torch.arange(ids.shape[0], device=ids.device)[:, None]
+        wanted = tokens * width + ids
+        at = torch.searchsorted(key, wanted).clamp_max(len(key) - 1)
+        pair = order[at]
+        supported = (key[at] == wanted) & self.counts[pair]
+        # Unlike index_select, this has a gradient that adds in one order on a GPU.
+        return (self.z[pair] - self.lse[:, None]).masked_fill(~supported, -torch.inf)
+
+
+def _repeats(ids: Tensor, token_of: Tensor, order: Tensor) -> Tensor:
+    """Tells of each pair whether an earlier pair of its token has its id, [P]."""
+    ids, token_of = ids[order], token_of[order]
+    again = (ids[1:] == ids[:-1]) & (token_of[1:] == token_of[:-1])
+    return torch.zeros_like(ids, dtype=torch.bool).index_copy_(0, order[1:], again)

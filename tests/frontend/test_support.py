@@ -1,0 +1,312 @@
+"""`token_logprobs` under a support, and of candidates, against masked dense logits."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cce_dist import TokenLogprobs, TokenSupport, VocabShard, token_logprobs
+from cce_dist.testing import DTYPES, Place, grid, shared_pool
+from tests.frontend.dtensor.dtensor_cases import mesh_of, place, whole
+from tests.support.listed_cases import CLASSES, DIM, LEAVES, SHAPE, STATS, Listing
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 5.0, "logit_scale": 0.7},
+    "shift": {"shift": 1},
+}
+FIELDS = ("logprobs", "candidates", "entropy")
+
+
+def compute(
+    listing: Listing, leaves: dict[str, Tensor], *, supported: bool, **options: Any
+) -> TokenLogprobs:
+    # The whole softmax's entropy has no derivative by a temperature.
+    temperature = leaves["temperature"] if supported else leaves["temperature"].detach()
+    return token_logprobs(
+        leaves["hidden"],
+        leaves["weight"],
+        options.pop("targets", listing.targets),
+        bias=leaves["bias"],
+        temperature=temperature,
+        support=listing.support if supported else None,
+        candidates=listing.candidates,
+        stats=STATS,
+        gradient="exact",
+        **options,
+    )
+
+
+def objective(found: TokenLogprobs, usable: Tensor) -> Tensor:
+    """Another weight of either sign for each number; none for what is -inf."""
+    total = torch.zeros((), dtype=torch.float64)
+    for name in FIELDS:
+        values = getattr(found, name).double().cpu()
+        at = usable if values.dim() == usable.dim() else usable[..., None]
+        weights = torch.cos(torch.arange(values.numel()) * 0.7).double().view(values.shape)
+        total = total + (weights * values).masked_fill(~(at & values.isfinite()), 0).sum()
+    return total
+
+
+def gradients(found: TokenLogprobs, usable: Tensor, leaves: dict[str, Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(objective(found, usable), list(leaves.values())))
+
+
+def differentiated(leaves: dict[str, Tensor], supported: bool) -> dict[str, Tensor]:
+    return {name: leaves[name] for name in LEAVES if supported or name != "temperature"}
+
+
+@pytest.mark.parametrize(
+    **grid(options=OPTIONS, supported=(True, False), dtype=("fp32", "bf16", "float64"))
+)
+def test_they_are_those_of_dense_logits(
+    place: Place, options: dict[str, Any], supported: bool, dtype: str
+) -> None:
+    listing = Listing.make(DTYPES[dtype])
+    golden_leaves = listing.to(torch.float64).leaves()
+    shift, others = options.get("shift", 0), {k: v for k, v in options.items() if k != "shift"}
+    golden = listing.dense(golden_leaves, supported=supported, shift=shift, options=others)
+    there = listing.on(place.device)
+    leaves = there.leaves()
+    found = compute(there, leaves, supported=supported, **place.options, **options)
+    usable = listing.usable(shift)
+    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == "float64" else {"rtol": 2e-4, "atol": 2e-4}
+    for name in (*FIELDS, "sum_p2", "mean_logit", "correct"):
+        ours, right = getattr(found, name).cpu(), getattr(golden, name)
+        assert ours.shape[:2] == usable.shape
+        torch.testing.assert_close(ours[usable], right[usable].to(ours.dtype), **close)
+    counts = listing.targets[..., shift:] != -100
+    assert not any(getattr(found, name).cpu()[~counts].any() for name in FIELDS)
+    if supported:
+        outside = (found.logprobs == -torch.inf).sum()
+        assert found.outside is not None and int(found.outside) == int(outside) > 3
+    by_ours = gradients(found, usable, differentiated(leaves, supported))
+    by_dense = gradients(golden, usable, differentiated(golden_leaves, supported))
+    for name, ours, right in zip(LEAVES, by_ours, by_dense, strict=False):
+        error = float((ours.cpu().double() - right).norm() / right.norm())
+        stored = torch.finfo(ours.dtype).eps
+        assert error <= (1e-9 if dtype == "float64" else max(4e-4, stored)), (name, error)
+
+
+def test_the_same_call_has_the_same_bits_and_ids_have_no_order() -> None:
+    listing = Listing.make(torch.float64)
+    leaves = listing.leaves()
+    first = compute(listing, leaves, supported=True)
+    again = compute(listing, leaves, supported=True)
+    for name in TokenLogprobs._fields:
+        if getattr(first, name) is not None:
+            assert torch.equal(getattr(first, name), getattr(again, name)), name
+    flat = listing.allowed.view(-1, CLASSES)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), flat.sum(1).cumsum(0)])
+    rising = TokenSupport(offsets, flat.nonzero()[:, 1])
+    other = token_logprobs(
+        leaves["hidden"],
+        leaves["weight"],
+        listing.targets,
+        bias=leaves["bias"],
+        temperature=leaves["temperature"],
+        support=rising,
+    )
+    torch.testing.assert_close(other.logprobs, first.logprobs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_support_of_everything_is_none() -> None:
+    listing = replace(Listing.make(torch.float32), allowed=torch.ones(*SHAPE, CLASSES).bool())
+    flat = torch.arange(CLASSES).flip(0).repeat(SHAPE[0] * SHAPE[1])
+    everything = TokenSupport(torch.arange(SHAPE[0] * SHAPE[1] + 1) * CLASSES, flat)
+    given = (listing.hidden, listing.weight, listing.targets)
+    whole = token_logprobs(*given, stats=STATS)
+    found = token_logprobs(*given, stats=STATS, support=everything)
+    assert found.outside is not None and int(found.outside) == 0
+    for name in (*STATS, "logprobs"):
+        assert torch.equal(getattr(found, name), getattr(whole, name)), name
+    # As many ids, of which two are the same: not everything.
+    flat = flat.clone()
+    flat[0] = flat[1]
+    found = token_logprobs(*given, support=TokenSupport(everything.offsets, flat))
+    assert not torch.equal(found.logprobs, whole.logprobs)
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_tokens_left_out_are_not_read(supported: bool) -> None:
+    listing = Listing.make(torch.float64)
+    mask = torch.arange(SHAPE[1]).expand(SHAPE) % 3 > 0
+    bad = replace(
+        listing,
+        hidden=listing.hidden.where(mask[..., None], torch.nan),
+        temperature=listing.temperature.where(mask, torch.nan),
+        candidates=listing.candidates.where(mask[..., None], -7),
+    )
+    leaves = bad.leaves()
+    found = compute(bad, leaves, supported=supported, mask=mask)
+    clean = compute(listing, listing.leaves(), supported=supported, mask=mask)
+    for name in FIELDS:
+        assert torch.equal(getattr(found, name), getattr(clean, name)), name
+    usable = listing.usable(0) & mask
+    for grad in gradients(found, usable, differentiated(leaves, supported)):
+        assert bool(grad.isfinite().all())
+
+
+@pytest.mark.parametrize("targets", [(0, 4), (2, 0), (3, 1)])
+def test_nothing_to_compute(targets: tuple[int, int]) -> None:
+    hidden = torch.ones(*targets, 8, requires_grad=True)
+    weight = torch.ones(9, 8, requires_grad=True)
+    ids = torch.zeros(targets, dtype=torch.int64)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    support = TokenSupport(torch.zeros(ids.numel() + 1, dtype=torch.int64), nothing)
+    found = token_logprobs(
+        hidden, weight, ids, support=support, candidates=ids[..., None][..., :0], shift=1
+    )
+    assert found.candidates is not None
+    assert found.candidates.shape == (targets[0], max(targets[1] - 1, 0), 0)
+    assert bool((found.logprobs == -torch.inf).all())
+    found.logprobs.masked_fill(found.logprobs == -torch.inf, 0).sum().backward()
+    assert hidden.grad is not None and not hidden.grad.any()
+
+
+# -- ranks --------------------------------------------------------------------------------------
+
+
+def on_a_rank(group: Any, listing: Listing, cuts: tuple[int, ...], split: bool) -> dict[str, Any]:
+    rank = dist.get_rank(group)
+    start, stop = cuts[rank], cuts[rank + 1]
+    leaves = listing.leaves()
+    for name in ("weight", "bias"):
+        leaves[name] = leaves[name].detach()[start:stop].clone().requires_grad_()
+    if split:
+        rows = leaves["hidden"].detach().chunk(group.size())
+        leaves["hidden"] = rows[rank].clone().requires_grad_()
+    found = {}
+    for supported in (True, False):
+        shard = VocabShard(start, stop, CLASSES)
+        more: dict[str, Any] = {"group": group, "vocab_shard": shard, "sequence_parallel": split}
+        values = compute(listing, leaves, supported=supported, top_k=7, **more)
+        usable = listing.usable(0)
+        grads = gradients(values, usable, differentiated(leaves, supported))
+        plain = [None if x is None else x.detach() for x in values]
+        found[supported] = (plain, grads)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cuts", "split"),
+    [((0, 45, CLASSES), False), ((0, 11, 11, CLASSES), True)],
+    ids=["even", "ragged_and_sequence_parallel"],
+)
+def test_over_ranks(cuts: tuple[int, ...], split: bool) -> None:
+    listing = Listing.make(torch.float64)
+    ranks = shared_pool().run(len(cuts) - 1, on_a_rank, listing, cuts, split)
+    for supported in (True, False):
+        leaves = listing.leaves()
+        alone = compute(listing, leaves, supported=supported, top_k=7)
+        expected = gradients(alone, listing.usable(0), differentiated(leaves, supported))
+        for name, *values in zip(alone._fields, *(x[supported][0] for x in ranks), strict=True):
+            one = getattr(alone, name)
+            for value in values:
+                if one is None:
+                    assert value is None
+                    continue
+                assert torch.equal(value, values[0]), name
+                torch.testing.assert_close(value, one, rtol=1e-10, atol=1e-10)
+        by_rank = [x[supported][1] for x in ranks]
+        hidden = [x[0] for x in by_rank]
+        torch.testing.assert_close(torch.cat(hidden) if split else hidden[0], expected[0])
+        for leaf in (1, 2):
+            grad = torch.cat([x[leaf] for x in by_rank])
+            torch.testing.assert_close(grad, expected[leaf], rtol=1e-10, atol=1e-10)
+
+
+def other_sizes(group: Any) -> None:
+    ids = torch.arange(4)
+    support = TokenSupport(torch.arange(5), ids + 0)
+    if dist.get_rank(group):
+        support = TokenSupport(torch.tensor([0, 1, 2, 3, 5]), torch.arange(5))
+    with pytest.raises(ValueError, match=r"same sizes, got by rank .*pairs \[4, 5\]"):
+        token_logprobs(torch.ones(4, 8), torch.ones(5, 8), ids, support=support, group=group)
+
+
+def test_ranks_with_other_supports() -> None:
+    shared_pool().run(2, other_sizes)
+
+
+def on_a_mesh(group: Any) -> None:
+    mesh, listing = mesh_of(group), Listing.make(torch.float64)
+    for supported, placement in itertools.product((True, False), (Replicate(), Shard(1))):
+        leaves = listing.leaves()
+        alone = compute(listing, leaves, supported=supported, top_k=3, shift=1)
+        usable = listing.usable(1)
+        expected = gradients(alone, usable, differentiated(leaves, supported))
+        there = listing.leaves()
+        there["hidden"] = place(there["hidden"].detach(), mesh, placement).requires_grad_()
+        for name in ("weight", "bias"):
+            there[name] = place(there[name].detach(), mesh, Shard(0)).requires_grad_()
+        found = compute(listing, there, supported=supported, top_k=3, shift=1)
+        assert isinstance(found.candidates, DTensor)
+        for name in ("logprobs", "candidates", "entropy", "top_ids"):
+            torch.testing.assert_close(whole(getattr(found, name)), getattr(alone, name))
+        local = TokenLogprobs(*(None if x is None else whole(x) for x in found))
+        grads = gradients(local, usable, differentiated(there, supported))
+        for ours, right in zip(grads, expected, strict=True):
+            torch.testing.assert_close(whole(ours), right)
+
+
+def test_of_dtensors() -> None:
+    shared_pool().run(2, on_a_mesh)
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+FOUR = torch.arange(5)
+IDS = torch.arange(4)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no_support": ({"support": (FOUR, IDS)}, r"support must be a TokenSupport.*tuple"),
+    "list": ({"support": TokenSupport([0, 4], IDS)}, r"support\.offsets must be a torch\.Tensor"),  # pyright: ignore[reportArgumentType]
+    "int32": ({"support": TokenSupport(FOUR.int(), IDS)}, r"support\.offsets must be int64.*int32"),
+    "dims": ({"support": TokenSupport(FOUR, IDS[None])}, r"support\.ids must have one dim.*1, 4"),
+    "device": (
+        {"support": TokenSupport(FOUR, IDS.to("meta"))},
+        r"support\.ids must be on targets' device cpu, got meta",
+    ),
+    "tokens": (
+        {"support": TokenSupport(FOUR[:4], IDS)},
+        r"support\.offsets must have shape \[N \+ 1\] with N=4, the tokens of targets, got \[4\]",
+    ),
+    "falls": (
+        {"support": TokenSupport(torch.tensor([0, 2, 1, 3, 4]), IDS)},
+        r"support\.offsets must rise from 0 to the number of ids, 4, got \[0, 2, 1, 3, 4\]",
+    ),
+    "ends": (
+        {"support": TokenSupport(FOUR, torch.arange(3))},
+        r"support\.offsets must rise from 0 to the number of ids, 3, got \[0, 1, 2, 3, 4\]",
+    ),
+    "range": (
+        {"support": TokenSupport(FOUR, IDS + 6)},
+        r"support\.ids must lie in \[0, vocab_size=9\), got values from 6 to 9",
+    ),
+    "candidates_shape": (
+        {"candidates": IDS},
+        r"candidates must have targets' shape \[4\] and a last dim K, got \[4\]",
+    ),
+    "candidates_type": ({"candidates": IDS[:, None].int()}, r"candidates must be int64.*int32"),
+    "candidates_range": (
+        {"candidates": IDS[:, None] - 1},
+        r"candidates must lie in \[0, vocab_size=9\), got values from -1 to 2",
+    ),
+    "top_k": ({"top_k": 0}, r"top_k must be an int in \[1, 128\], got 0"),
+    "top_k_large": ({"top_k": 129}, r"top_k must be an int in \[1, 128\], got 129"),
+    "top_k_bool": ({"top_k": True}, r"top_k must be an int in \[1, 128\], got True"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case: str) -> None:
+    changed, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        token_logprobs(torch.ones(4, DIM), torch.ones(9, DIM), IDS, **changed)
