@@ -50,6 +50,12 @@ def names_of() -> dict[str, Any]:
         "is_response": given["targets"] != -100,
         "before": torch.full((8, 11), -4.0),
         "advantage": given["advantage"][:, 1:],
+        # Each token allowed its own id and three more.
+        "offsets": torch.arange(given["targets"].numel() + 1) * 4,
+        "allowed": (given["targets"].clamp_min(0).reshape(-1, 1) + torch.arange(4))
+        .fmod(60)
+        .view(-1),
+        "others": given["targets"].clamp_min(0)[..., None],
         "a": torch.randn(3, 8, generator=generator).double(),
         "b": torch.randn(60, 3, generator=generator).double(),
         "s": 1.5,

@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist import VocabShard, largest_logits, linear_cross_entropy, token_logprobs
+from cce_dist import (
+    TokenSupport,
+    VocabShard,
+    largest_logits,
+    linear_cross_entropy,
+    token_logprobs,
+)
 from cce_dist.reference import Reference, linear_cross_entropy_reference, reference_logits
 from cce_dist.testing import shared_pool
 from tests.docs.recipe_cases import (
@@ -30,7 +36,7 @@ from tests.docs.recipe_cases import (
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logprobs_recipe(variant: str) -> None:
-    (recipe,) = recipes("guide/options.md", "Log-probabilities")
+    recipe, _ = recipes("guide/options.md", "Log-probabilities")
     given, options = made(), {k: v for k, v in VARIANTS[variant].items() if k != "shift"}
     response, advantage = given["targets"] != -100, given["advantage"][:, 1:]
     head = head_of(given["weight"], None if variant == "plain" else given["bias"])
@@ -55,6 +61,38 @@ def test_logprobs_recipe(variant: str) -> None:
     wanted, grads = dense(variant, by, shift=1, temperature=0.8)
     found = {"loss": names["loss"].detach(), "hidden": names["hidden"].grad, **grads_of(head)}
     close(found, {"loss": wanted, **grads})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_support_recipe(variant: str) -> None:
+    _, recipe = recipes("guide/options.md", "Log-probabilities")
+    given, options = made(), VARIANTS[variant]
+    bias = None if variant == "plain" else given["bias"]
+    ids = given["targets"].clamp_min(0)
+    generator = torch.Generator().manual_seed(2)
+    allowed = torch.rand(BATCH, LENGTH, CLASSES, generator=generator) < 0.3
+    # Some targets lie outside.
+    allowed.scatter_(-1, ids[..., None], ids[..., None] % 4 > 0)
+    flat = allowed.view(-1, CLASSES)
+    others = torch.randint(CLASSES, (BATCH, LENGTH, 3), generator=generator)
+    names: dict[str, Any] = {
+        "TokenSupport": TokenSupport,
+        "token_logprobs": functools.partial(token_logprobs, bias=bias, **options),
+        "hidden": given["hidden"],
+        "head": head_of(given["weight"], bias),
+        "ids": ids,
+        "offsets": torch.cat([torch.zeros(1, dtype=torch.int64), flat.sum(1).cumsum(0)]),
+        "allowed": flat.nonzero()[:, 1],
+        "others": others,
+    }
+    exec(recipe, names)
+    more = {"support": allowed, "candidates": others, **options}
+    dense = linear_cross_entropy_reference(given["hidden"], given["weight"], ids, bias=bias, **more)
+    found = {name: getattr(names["found"], name).detach() for name in ("logprobs", "candidates")}
+    assert dense.candidates is not None
+    for name, right in {"logprobs": -dense.nll, "candidates": dense.candidates}.items():
+        torch.testing.assert_close(found[name], right)
+    assert names["found"].outside == (dense.nll == torch.inf).sum() > 0
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["plain", "softcap"])
