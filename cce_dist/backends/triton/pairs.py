@@ -20,8 +20,10 @@ from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.types import Head
 
-# Rows of a program at once, and their elements.
+# Pairs of a program at once.
 BLOCK_P = 16
+# Blocks of a row of the weight's gradient that a program writes.
+BLOCKS = 4
 
 
 def pair_logits(hidden: Tensor, head: Head, request: PairsRequest) -> Tensor:
@@ -76,7 +78,8 @@ def pair_gradients(
     if out.weight is None and out.bias is None:
         return
     columns = weight.shape[0]
-    start(pair_weight_kernel, (columns, 1 if out.weight is None else parts))(
+    programs = 1 if out.weight is None else triton.cdiv(parts, BLOCKS)
+    start(pair_weight_kernel, (columns, programs))(
         hidden,
         pairs.rows,
         pairs.order,
@@ -89,6 +92,7 @@ def pair_gradients(
         0 if out.weight is None else out.weight.stride(0),
         BLOCK_P=BLOCK_P,
         BLOCK_D=block,
+        BLOCKS=min(BLOCKS, parts),
         HAS_WEIGHT=out.weight is not None,
         HAS_BIAS=out.bias is not None,
     )

@@ -83,28 +83,38 @@ def pair_weight_kernel(
     stride_ov,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of a program
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Sums one id's pairs: grad times the token's row of hidden, and grad."""
+    """Sums one id's pairs: grad times the token's row of hidden, and grad. Most ids have no pair: a
+    program writes several blocks, or there would be as many programs as blocks of zeros."""
     column = tl.program_id(0).to(tl.int64)
     begin = tl.load(starts_ptr + column)
     end = tl.load(starts_ptr + column + 1)
-    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    grads = tl.zeros((BLOCK_P,), tl.float32)
-    for start in range(begin, end, BLOCK_P):
-        at = start + tl.arange(0, BLOCK_P)
-        pair = tl.load(order_ptr + at, mask=at < end, other=0)
-        row = tl.load(rows_ptr + pair, mask=at < end, other=-1)
-        grad = tl.load(grad_ptr + pair, mask=row >= 0, other=0.0)
-        grads += grad
-        if HAS_WEIGHT:
-            inside = (row >= 0)[:, None] & (dims < D)[None, :]
-            e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
-            total += grad[:, None] * tl.load(e_ptrs, mask=inside, other=0.0).to(tl.float32)
     if HAS_WEIGHT:
-        value = tl.sum(total, 0).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + column * stride_ov + dims, value, mask=dims < D)
+        for block in range(BLOCKS):
+            dims = (tl.program_id(1) * BLOCKS + block) * BLOCK_D + tl.arange(0, BLOCK_D)
+            total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+            for start in range(begin, end, BLOCK_P):
+                row, grad = load_pairs(start, end, rows_ptr, order_ptr, grad_ptr, BLOCK_P)
+                inside = (row >= 0)[:, None] & (dims < D)[None, :]
+                e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
+                total += grad[:, None] * tl.load(e_ptrs, mask=inside, other=0.0).to(tl.float32)
+            value = tl.sum(total, 0).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + column * stride_ov + dims, value, mask=dims < D)
     if HAS_BIAS:
+        grads = tl.zeros((BLOCK_P,), tl.float32)
+        for start in range(begin, end, BLOCK_P):
+            _, grad = load_pairs(start, end, rows_ptr, order_ptr, grad_ptr, BLOCK_P)
+            grads += grad
         tl.store(bias_ptr + column, tl.sum(grads, 0), mask=tl.program_id(1) == 0)
+
+
+@triton.jit
+def load_pairs(start, end, rows_ptr, order_ptr, grad_ptr, BLOCK_P: tl.constexpr):
+    """Loads a block of pairs by id: rows of hidden, -1 where a pair is left out, and gradients."""
+    at = start + tl.arange(0, BLOCK_P)
+    pair = tl.load(order_ptr + at, mask=at < end, other=0)
+    row = tl.load(rows_ptr + pair, mask=at < end, other=-1)
+    return row, tl.load(grad_ptr + pair, mask=row >= 0, other=0.0)
