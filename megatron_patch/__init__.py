@@ -7,16 +7,19 @@ or, in a script of your own, `megatron_patch.apply()` before the model is built,
 """
 
 from megatron_patch.errors import PatchError
+from megatron_patch.logprobs import LogprobOptions, logprobs
 from megatron_patch.options import PatchOptions
 from megatron_patch.patch import Status, apply, patched, remove, status
 from megatron_patch.pipeline.rows import gather_output_weight, scatter_output_weight
 
 __all__ = [
+    "LogprobOptions",
     "PatchError",
     "PatchOptions",
     "Status",
     "apply",
     "gather_output_weight",
+    "logprobs",
     "patched",
     "remove",
     "scatter_output_weight",

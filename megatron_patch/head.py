@@ -13,6 +13,8 @@ from cce_dist import largest_logits as _largest_logits
 from megatron_patch.options import PatchOptions
 from megatron_patch.quantized import quantizer_of
 
+# A patched head keeps its state under this name.
+MARK = "megatron_patch"
 IGNORED = -100
 # Logits that stay from the forward to the backward get this multiple of the loss's own workspace.
 # With it no measured step was more than 2 % longer than with Megatron's fused loss:

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from megatron_patch.deferred import DeferredLogits
 from megatron_patch.errors import PatchError
-from megatron_patch.head import head_loss, largest_logits
+from megatron_patch.head import MARK, head_loss, largest_logits
+from megatron_patch.logprobs import LogprobOptions, head_logprobs
 from megatron_patch.options import PatchOptions
 from megatron_patch.refusals import why_changed, why_overridden
 from megatron_patch.seams import LOSS, Seams
 from megatron_patch.stock import why_not_stock
 
-# A patched head keeps its state under this name.
-MARK = "megatron_patch"
 # Arguments of ColumnParallelLinear.forward.
 _OF_MEGATRON = {"input_", "weight", "runtime_gather_output"}
 
@@ -106,6 +105,7 @@ def _head_forward(
     logits_wanted: bool = False,
     largest_wanted: bool = False,
     model: Any = None,  # the model that asks for the loss
+    logprob_options: LogprobOptions | None = None,  # with labels: log-probabilities in its place
 ) -> tuple[Any, Tensor | None]:
     """Replaces ColumnParallelLinear.forward, and computes the loss, too.
 
@@ -116,7 +116,10 @@ def _head_forward(
     used_weight = self.weight if weight is None else weight
     if labels is not None:
         _require_stock(model, self, used_weight)
-        return head_loss(self, input_, used_weight, labels, logit_scale, patched.options), None
+        args = (self, input_, used_weight, labels, logit_scale, patched.options)
+        if logprob_options is not None:
+            return head_logprobs(*args, logprob_options), None
+        return head_loss(*args), None
     if largest_wanted:
         return largest_logits(self, input_, used_weight, logit_scale, patched.options), None
     # Compiled modules call their forward directly.

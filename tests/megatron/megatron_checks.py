@@ -22,9 +22,10 @@ from tests.megatron.megatron_head import (
     make_model,
     whole,
 )
+from tests.megatron.megatron_logprobs import CHECKS as OF_LOGPROBS
 from tests.megatron.megatron_setup import CLASSES, SEQUENCE, Setup, megatron
 
-CHECKS: dict[str, Check] = {**OF_APPLYING}
+CHECKS: dict[str, Check] = {**OF_APPLYING, **OF_LOGPROBS}
 
 
 def check(function: Check) -> Check:
