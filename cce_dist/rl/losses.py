@@ -173,7 +173,7 @@ def _policy_loss(
         if penalty.kl_weight != 0:
             per_token = per_token + penalty.kl_weight * _estimate(penalty.kl, gap)
     if now.entropy is not None and penalty.entropy_weight != 0:
-        per_token = per_token - penalty.entropy_weight * _where(counts, now.entropy)
+        per_token = per_token - penalty.entropy_weight * now.entropy
     accuracy = None if now.correct is None else _mean(now.correct.to(ratio.dtype), counts)
     return PolicyLoss(
         loss=_mean_of_sequences(per_token, counts) if of_sequences else _mean(per_token, counts),

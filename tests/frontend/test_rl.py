@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 from cce_dist import TokenLogprobs, TokenSupport, rl, token_logprobs
 
@@ -209,6 +211,8 @@ def test_no_token(loss: Callable[..., rl.PolicyLoss], shape: tuple[int, int]) ->
 def test_minus_infinity_is_left_out(rollout: Rollout, where: str) -> None:
     """As if the token's mask were False: [1, 0] always counts, and the loss may have no NaN."""
     now = rollout.now()
+    assert now.entropy is not None
+    entropy = rollout.off_mask(now.entropy.detach())
     logprobs = now.logprobs.detach().clone()
     tensors = {"now": logprobs, "before": rollout.before, "reference": rollout.reference}
     tensors[where][1, 0] = -INF
@@ -218,12 +222,13 @@ def test_minus_infinity_is_left_out(rollout: Rollout, where: str) -> None:
             mask[1, 0] = False
         leaf = logprobs.clone().requires_grad_()
         result = rl.grpo_loss(
-            now._replace(logprobs=leaf),
+            now._replace(logprobs=leaf, entropy=entropy),
             rollout.before,
             rollout.advantages,
             mask=mask,
             reference=rollout.reference,
             kl_weight=0.1,
+            entropy_weight=0.1,
         )
         (grad,) = torch.autograd.grad(result.loss, leaf)
         assert result.loss.isfinite()
@@ -361,6 +366,24 @@ def test_losses_refuse(loss: Callable[..., Any], changed: dict[str, Any], messag
     }
     with pytest.raises(ValueError, match=message):
         loss(**{**arguments, **changed})
+
+
+def test_refuses_dtensors(tmp_path: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        zeros = torch.zeros(2, 2)
+        there = DTensor.from_local(zeros, mesh, [Replicate()])
+        plain = {"now": TokenLogprobs(zeros, None), "mask": zeros == 0, "reference": zeros}
+        plain |= {"before": zeros, "advantages": zeros}
+        for name in plain:
+            value = TokenLogprobs(there, None) if name == "now" else there
+            with pytest.raises(ValueError, match=rf"{name}.* must be a plain tensor.*to_local"):
+                rl.grpo_loss(**{**plain, name: value})
+        with pytest.raises(ValueError, match="rewards must be a plain tensor"):
+            rl.group_advantages(there, 2)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("divide_by_std", [True, False], ids=["GRPO", "Dr. GRPO"])
