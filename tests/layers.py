@@ -22,6 +22,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"frontend": {"torch"}},
     {"loss": {"torch"}},
     {"largest": {"torch"}, "logprobs": {"torch"}},
+    {"rl": {"torch"}},
     {PUBLIC: set()},
     {"planner": set()},
     {"pipeline": {"torch"}},

@@ -12,7 +12,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from cce_dist import token_logprobs
+from cce_dist import TokenLogprobs, rl, token_logprobs
 
 VOCAB, DIM, WANTED = 256, 32, 64
 PROMPTS, SAMPLES, PROMPT_LENGTH, LENGTH = 4, 16, 3, 12
@@ -41,34 +41,22 @@ def sample(policy: Policy, prompts: Tensor) -> Tensor:
     return ids
 
 
-def logprobs(policy: Policy, ids: Tensor, is_response: Tensor) -> Tensor:
+def logprobs(policy: Policy, ids: Tensor, is_response: Tensor) -> TokenLogprobs:
     """[B, T - 1], 0 at prompts, which cost nothing."""
     hidden, weight = policy(ids), policy.head.weight
-    found = token_logprobs(hidden, weight, ids, mask=is_response, shift=1, temperature=TEMPERATURE)
-    return found.logprobs
+    return token_logprobs(hidden, weight, ids, mask=is_response, shift=1, temperature=TEMPERATURE)
 
 
-def grpo_loss(
-    now: Tensor,  # [B, T - 1] log-probabilities, as the others
-    before: Tensor,
+def compute_loss(
+    now: TokenLogprobs,  # [B, T - 1]
+    before: Tensor,  # [B, T - 1] log-probabilities, as the reference's
     reference: Tensor,
     advantages: Tensor,  # [B]
-    counts: Tensor,  # [B, T - 1] bool
-) -> tuple[Tensor, Tensor]:
-    """The loss, and the mean of the KL divergence from the reference (the estimator k3)."""
-    ratio = (now - before).exp()
-    gain = ratio * advantages[:, None]
-    gain = torch.minimum(gain, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[:, None])
-    kl = (reference - now).exp() - (reference - now) - 1
-    per_token = torch.where(counts, -gain + BETA * kl, 0)
-    loss = (per_token.sum(1) / counts.sum(1)).mean()
-    return loss, kl.detach()[counts].mean()
-
-
-def advantages_of(rewards: Tensor) -> Tensor:
-    """[prompts, samples] -> [prompts x samples]: how much better than the prompt's others."""
-    centred = rewards - rewards.mean(1, keepdim=True)
-    return (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
+    mask: Tensor,  # [B, T - 1] bool
+) -> rl.PolicyLoss:
+    return rl.grpo_loss(
+        now, before, advantages, mask=mask, clip=CLIP, reference=reference, kl_weight=BETA
+    )
 
 
 def main() -> dict[str, object]:
@@ -79,27 +67,28 @@ def main() -> dict[str, object]:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-2)
     is_response = torch.zeros(PROMPTS * SAMPLES, LENGTH, dtype=torch.bool, device=device)
     is_response[:, PROMPT_LENGTH:] = True
-    counts = is_response[:, 1:]
-    means, divergences = [], []
+    means, divergences, clipped = [], [], []
     for _ in range(STEPS):
         prompts = torch.randint(VOCAB, (PROMPTS, PROMPT_LENGTH), device=device)
         ids = sample(policy, prompts.repeat_interleave(SAMPLES, 0))
-        rewards = (ids[:, PROMPT_LENGTH:] < WANTED).float().mean(1).view(PROMPTS, SAMPLES)
-        advantages = advantages_of(rewards)
+        rewards = (ids[:, PROMPT_LENGTH:] < WANTED).float().mean(1)
+        advantages = rl.group_advantages(rewards, SAMPLES)
         with torch.no_grad():
-            before = logprobs(policy, ids, is_response)
-            of_reference = logprobs(reference, ids, is_response)
-        kl = before.new_zeros(())
-        for _ in range(EPOCHS):
+            before = logprobs(policy, ids, is_response).logprobs
+            of_reference = logprobs(reference, ids, is_response).logprobs
+        for epoch in range(EPOCHS):
             now = logprobs(policy, ids, is_response)
-            loss, kl = grpo_loss(now, before, of_reference, advantages, counts)
-            loss.backward()
+            result = compute_loss(now, before, of_reference, advantages, is_response[:, 1:])
+            result.loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            if epoch == EPOCHS - 1:
+                divergences.append(result.kl_reference.item())
+                clipped.append(result.clipped.item())
         means.append(rewards.mean().item())
-        divergences.append(kl.item())
     print(f"mean reward {means[0]:.2f} -> {means[-1]:.2f} in {STEPS} steps of {EPOCHS} epochs")
     print(f"KL from the reference: {divergences[-1]:.3f} nats a token")
+    print(f"ratios clipped in the second epoch: {sum(clipped) / STEPS:.0%}")
     return {"rewards": means, "kl": divergences}
 
 

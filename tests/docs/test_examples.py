@@ -102,10 +102,11 @@ def test_grpo_logprobs(capsys: pytest.CaptureFixture[str]) -> None:
         example["logprobs"](each, ids, is_response) for each in (policy, other, reference)
     )
     expected = dense_logprobs(policy)
-    torch.testing.assert_close(now[counts], expected[counts])
-    assert not now[~counts].any()
-    arguments = (before.detach(), of_reference.detach(), advantages, counts)
-    loss, kl = example["grpo_loss"](now, *arguments)
+    torch.testing.assert_close(now.logprobs[counts], expected[counts])
+    assert not now.logprobs[~counts].any()
+    arguments = (before.logprobs, of_reference.logprobs, advantages, counts)
+    result = example["compute_loss"](now, *arguments)
+    loss, kl = result.loss, result.kl_reference
     ratio = (expected - dense_logprobs(other).detach()).exp()
     gap = dense_logprobs(reference).detach() - expected
     divergence = (gap.exp() - gap - 1).detach()

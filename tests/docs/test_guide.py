@@ -13,6 +13,7 @@ import cce_dist
 import cce_dist.distributed
 import cce_dist.integrations.transformers
 import cce_dist.integrations.trl
+import cce_dist.rl
 import megatron_patch
 from cce_dist.reference import linear_cross_entropy_reference
 from tests.docs.recipe_cases import DOCS, close, head_of, made
@@ -48,7 +49,12 @@ def names_of() -> dict[str, Any]:
         "tp_group": None,
         "temperature": 0.8,
         "is_response": given["targets"] != -100,
+        "rl": cce_dist.rl,
         "before": torch.full((8, 11), -4.0),
+        "reference": torch.full((8, 11), -4.5),
+        "reference_hidden": torch.randn(8, 12, 4, generator=generator),
+        "reference_weight": torch.randn(70, 4, generator=generator),
+        "advantages": torch.randn(8, generator=generator),
         "advantage": given["advantage"][:, 1:],
         # Each token allowed its own id and three more.
         "offsets": torch.arange(given["targets"].numel() + 1) * 4,
@@ -104,7 +110,7 @@ def test_a_page_has_no_history(path: Path) -> None:
 def test_every_public_name_has_a_page() -> None:
     pages = "".join(path.read_text() for path in (GUIDE.parent / "api").glob("*.md"))
     named = set(re.findall(r"^::: ([\w.]+)$", pages, re.M))
-    modules = (cce_dist, cce_dist.distributed, cce_dist.integrations.trl)
+    modules = (cce_dist, cce_dist.distributed, cce_dist.integrations.trl, cce_dist.rl)
     modules += (cce_dist.integrations.transformers, megatron_patch)
     for module in modules:
         assert {f"{module.__name__}.{name}" for name in module.__all__} - named == set()
