@@ -85,8 +85,10 @@ def logprobs(
         model=model,
         logprob_options=options,
     )
-    turned = [None if x is None or x.dim() < 2 else x.transpose(0, 1).contiguous() for x in result]
-    return TokenLogprobs(*turned[:-1], outside=result.outside)
+    of_tokens = {name: x for name, x in result._asdict().items() if x is not None and x.dim() > 1}
+    return result._replace(
+        **{name: x.transpose(0, 1).contiguous() for name, x in of_tokens.items()}
+    )
 
 
 def head_logprobs(

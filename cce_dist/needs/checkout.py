@@ -23,6 +23,10 @@ EXPERIMENTS = {
     "kernels.",
     "fine-tune": "Steps of Hugging Face's Trainer with a model's own loss, ours, Liger's and "
     "Apple's.",
+    "listed": "Log-probabilities under a support of some ids a token, and with candidates; of all "
+    "ids.",
+    "rollout": "Log-probabilities of a trainer beside a top-p sampler's, with its support and "
+    "without.",
     "fidelity": "Gradients of every method over its thresholds against float64, by token "
     "frequency.",
     "converge": "Train small models with the dense loss, ours and Apple's, and record what they "
