@@ -18,9 +18,9 @@ from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.protocol import PairsGrads, PairsRequest
 from cce_dist.backends.torch.top import first_largest
 from cce_dist.core.types import Head, Pairs, Tokens, accumulate_dtype
-from cce_dist.ranks.gather import all_gather, require_same_sizes
+from cce_dist.ranks.gather import all_gather, require, require_same_sizes
 from cce_dist.ranks.hidden_sum import SumOverRanks
-from cce_dist.ranks.transport import all_reduce, group_size
+from cce_dist.ranks.transport import all_reduce, group_rank, group_size
 
 
 def call_of_pairs(plan: Plan, weight: Tensor) -> Call:
@@ -69,13 +69,9 @@ class PairLogits(torch.autograd.Function):
         require_same_sizes(sizes, hidden.device, plan.group)
         hidden, _ = plan.gather_hidden(hidden, defer_fill=False)
         head = call.head(weight, bias)
-        request = _request(plan, head, Pairs(rows, ids, offsets, order))
-        logits = plan.backend.pair_logits(hidden, head, request)
-        if group_size(plan.group) > 1:
-            # One summand of a pair is its logit, the others are 0: no order changes the sum.
-            assert plan.group is not None
-            all_reduce(logits, plan.group)
-        return logits
+        pairs = Pairs(rows, ids, offsets, order)
+        logits = plan.backend.pair_logits(hidden, head, _request(plan, head, pairs))
+        return _sum_over_ranks(logits, pairs, plan)
 
     @staticmethod
     @once_differentiable
@@ -101,6 +97,36 @@ class PairLogits(torch.autograd.Function):
         plan.backend.pair_gradients(hidden, head, request, grad, out)
         grad_hidden = None if part is None else total.of_tokens(part, None)
         return grad_hidden, target.returned, pad_bias(of_bias, bias), None, None, None, None, None
+
+
+def _sum_over_ranks(logits: Tensor, pairs: Pairs, plan: Plan) -> Tensor:
+    """Adds up the ranks' logits. One summand of a pair is its logit, the others are 0: no order
+    changes the sum.
+
+    Raises:
+        ValueError: ranks list other ids; on a GPU a device-side assertion fails instead.
+    """
+    size = group_size(plan.group)
+    if size == 1:
+        return logits
+    assert plan.group is not None
+    digest = _digest(pairs).to(logits.dtype)
+    total = torch.cat([logits, digest])
+    all_reduce(total, plan.group)
+    rule = "every rank of the group must list the same ids in the same order (support, candidates)"
+    same = total[-1] == size * digest[0]
+    require(same, lambda: f"{rule}, got others on rank {group_rank(plan.group)}", rule)
+    return total[:-1]
+
+
+def _digest(pairs: Pairs) -> Tensor:
+    """Returns a number below 4,096 that other pairs, or another order, would change: [1]."""
+    place = torch.arange(len(pairs.ids), device=pairs.ids.device)
+    mixed = pairs.ids * 0x1E3779B185EBCA87 + pairs.rows * 0x165667B19E3779F9 + place
+    for _ in range(2):
+        # Shifts between the products: sums of products alone would not tell orders apart.
+        mixed = (mixed ^ (mixed >> 29)) * 0x27D4EB2F165667C5
+    return ((mixed >> 32) % 4096).sum(0, keepdim=True) % 4096
 
 
 def largest_over_ranks(

@@ -46,7 +46,6 @@ class Listed:
     vocab_size: int
     options: LossOptions
     scale: Tensor | None  # [N] 1 / temperature
-    dtype: torch.dtype  # of logits
     products: Callable[[Pairs], Tensor]  # hidden . weight + bias, [P]
     # k, rows of hidden [n] -> the k largest logits over all ranks, without the tokens' scale, and
     # their ids, [n, k]
@@ -132,7 +131,6 @@ def list_tokens(
         vocab_size=vocab_size,
         options=options,
         scale=scale,
-        dtype=dtype,
         products=products,
         largest=largest,
         wrap=_itself if parts is None else replace(parts, token_dim=0, shift=0).wrap,

@@ -223,17 +223,26 @@ def test_over_ranks(cuts: tuple[int, ...], split: bool) -> None:
             torch.testing.assert_close(grad, expected[leaf], rtol=1e-10, atol=1e-10)
 
 
-def other_sizes(group: Any) -> None:
+def other_lists(group: Any) -> None:
     ids = torch.arange(4)
     support = TokenSupport(torch.arange(5), ids + 0)
     if dist.get_rank(group):
         support = TokenSupport(torch.tensor([0, 1, 2, 3, 5]), torch.arange(5))
+    given = (torch.ones(4, 8), torch.ones(5, 8), ids)
     with pytest.raises(ValueError, match=r"same sizes, got by rank .*pairs \[4, 5\]"):
-        token_logprobs(torch.ones(4, 8), torch.ones(5, 8), ids, support=support, group=group)
+        token_logprobs(*given, support=support, group=group)
+    rule = r"every rank of the group must list the same ids in the same order .*on rank [01]"
+    with pytest.raises(ValueError, match=rule):
+        others = torch.tensor([[1], [2], [3], [4 - dist.get_rank(group)]])
+        token_logprobs(*given, candidates=others, group=group)
+    with pytest.raises(ValueError, match=rule):
+        turned = torch.tensor([0, 1]) if dist.get_rank(group) else torch.tensor([1, 0])
+        support = TokenSupport(torch.tensor([0, 2, 2, 2, 2]), turned)
+        token_logprobs(*given, support=support, group=group)
 
 
 def test_ranks_with_other_supports() -> None:
-    shared_pool().run(2, other_sizes)
+    shared_pool().run(2, other_lists)
 
 
 def on_a_mesh(group: Any) -> None:
