@@ -203,17 +203,19 @@ def check_support(support: TokenSupport, listed: Listed) -> None:
 
 def is_everything(support: TokenSupport, listed: Listed) -> bool:
     """Tells whether a support lists the whole vocabulary at every token: then the loss's own
-    kernels compute its softmax. A CPU looks at the ids. On a GPU their number tells, so that the
-    host does not wait: N V ids of which some repeat within a token are taken for everything.
+    kernels compute its softmax. A CPU looks at the ids. On a GPU the host does not wait: N V ids
+    are taken for everything, and a device-side assertion fails unless each token has V.
     """
     tokens, width = listed.shape.numel(), listed.vocab_size
     if not tokens or support.ids.shape[0] != tokens * width:
         return False
+    starts = torch.arange(tokens + 1, device=support.offsets.device) * width
+    even = (support.offsets == starts).all()
     if support.ids.device.type != "cpu" or is_fake(support.ids) or is_traced():
+        torch._assert_async(even, "a support of N V ids must list each id once at each token")
         return True
-    even = torch.equal(support.offsets, torch.arange(tokens + 1) * width)
     ids = support.ids.view(tokens, width)
-    return even and bool((ids.sort(1).values == torch.arange(width)).all())
+    return bool(even) and bool((ids.sort(1).values == torch.arange(width)).all())
 
 
 def check_candidates(candidates: Tensor, listed: Listed) -> Tensor:
