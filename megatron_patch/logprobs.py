@@ -66,7 +66,8 @@ def logprobs(
     if MARK not in vars(output_layer):
         raise PatchError(
             "megatron_patch.logprobs needs a patched model: call megatron_patch.apply(model), or "
-            f"apply() before it is built, got {type(output_layer).__qualname__} without the patch"
+            "apply() before it is built, without vocab_over_pipeline; got "
+            f"{type(output_layer).__qualname__} without the patch"
         )
     scale = 1.0
     if scale_logits is not None:
