@@ -33,9 +33,6 @@ def functions(
     validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
     of_targets = "that of targets"
     validation.check_vector("temperature", inputs.temperature, list(shape), of_targets, hidden)
-    counted = targets[..., options.shift :] if options.shift else targets
-    counted = counted.where(counted != options.ignore_index, 0)
-    validation.check_target_range(counted, shard.vocab_size, options.ignore_index)
     needs = [differentiates(x) for x in (hidden, weight, bias)]
 
     def compute(pairs: Pairs) -> Tensor:
@@ -94,22 +91,12 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, *_: Any
     schema="(Tensor grad, Tensor hidden, Tensor weight, Tensor? bias, Tensor rows, Tensor ids, "
     "Tensor offsets, Tensor order, bool[] needs, str key) -> Tensor[]",
 )
-def pair_logits_backward(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    rows: Tensor,
-    ids: Tensor,
-    offsets: Tensor,
-    order: Tensor,
-    needs: list[bool],
-    key: str,
-) -> list[Tensor]:
+def pair_logits_backward(grad: Tensor, *inputs: Any) -> list[Tensor]:
     """Runs `PairLogits.backward`. Returns: the gradients that are needed, in the inputs' order."""
+    *tensors, needs, key = inputs
     ctx: Any = OperatorContext(needs)
-    ctx.saved_tensors = (hidden, weight, bias, rows, ids, offsets, order)
-    ctx.call = _call(hidden, weight, key)
+    ctx.saved_tensors = tuple(tensors)
+    ctx.call = _call(tensors[0], tensors[1], key)
     with torch.no_grad():
         grads = PairLogits.backward(ctx, grad.contiguous())
     return [x for x, need in zip(grads, needs, strict=False) if need and x is not None]

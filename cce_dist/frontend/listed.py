@@ -11,13 +11,14 @@ from torch import Tensor
 
 from cce_dist.algorithm.once import without_autocast
 from cce_dist.algorithm.pairs import PairLogits, call_of_pairs, largest_over_ranks
+from cce_dist.algorithm.plan import plan_of
 from cce_dist.core.segments import spread_segments
 from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
 from cce_dist.core.types import Pairs, accumulate_dtype
 from cce_dist.frontend import validation
 from cce_dist.frontend.dtensor import is_dtensor
 from cce_dist.frontend.inputs import Inputs
-from cce_dist.frontend.prepare import Entered, enter, prepare
+from cce_dist.frontend.prepare import Entered, enter, validate
 from cce_dist.options import LossOptions
 from cce_dist.ranks.gather import require
 from cce_dist.vocab_shard import VocabShard
@@ -117,17 +118,20 @@ def list_tokens(
     if options.shift:
         counts = counts.clone()
         counts[..., : options.shift] = False
-    parts = entered.parts
+    shape, parts = targets.shape, entered.parts
     rows = _rows(targets, options.shift, 0 if parts is None else parts.token_dim)
-    counts, dtype = counts.reshape(-1), accumulate_dtype(entered.inputs.hidden.dtype)
+    targets, counts = targets.reshape(-1), counts.reshape(-1)
+    targets = targets.where(counts, 0)
+    validation.check_target_range(targets, vocab_size, options.ignore_index)
     scale = None
     if temperature is not None:
+        dtype = accumulate_dtype(entered.inputs.hidden.dtype)
         scale = temperature.to(dtype).reshape(-1).where(counts, 1).reciprocal()
         validation.check_scale(scale.detach(), options.logit_scale)
     return Listed(
-        shape=targets.shape,
+        shape=shape,
         rows=rows.where(counts, -1),
-        targets=targets.reshape(-1).where(counts, 0),
+        targets=targets,
         vocab_size=vocab_size,
         options=options,
         scale=scale,
@@ -165,8 +169,8 @@ def _functions(
         from cce_dist.frontend.compiled_pairs import functions
 
         return functions(inputs, options, group, vocab_shard)
-    call, finish = prepare(inputs, options, group, vocab_shard, None, record=True)
-    call = call_of_pairs(call.plan, weight)
+    ranks, shard, shape = validate(inputs, options, group, vocab_shard)
+    call = call_of_pairs(plan_of(hidden, shape.numel(), options, ranks, shard), weight)
     flat = hidden.reshape(-1, hidden.shape[-1])
 
     def products(pairs: Pairs) -> Tensor:
@@ -179,7 +183,7 @@ def _functions(
         with torch.no_grad(), without_autocast(hidden.device.type), unseen_by_checkpointing():
             return largest_over_ranks(flat, rows, call.head(weight, bias), call.plan, k)
 
-    return products, largest, finish.vocab_size
+    return products, largest, shard.vocab_size
 
 
 def check_support(support: TokenSupport, listed: Listed) -> None:

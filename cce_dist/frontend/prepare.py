@@ -62,6 +62,43 @@ def enter(
     return Entered(inputs, options, group, vocab_shard, parts)
 
 
+class Validated(NamedTuple):
+    """What validation learns of a call's arguments."""
+
+    group: Group | None
+    shard: VocabShard
+    shape: torch.Size  # targets'
+
+
+def validate(
+    inputs: Inputs,
+    options: LossOptions,
+    group: Group | DeviceMesh | None,
+    vocab_shard: VocabShard | None,
+) -> Validated:
+    """Checks types, shapes and devices of the arguments; `check_target_range` is left.
+
+    Raises:
+        ValueError: an argument is not supported; the message says which.
+    """
+    hidden, weight, targets, bias, token_weight, class_weight, grad_weight_into, _ = inputs
+    ranks = resolve_group(group)
+    validation.check_group_device(ranks, hidden)
+    # This check goes first: if one rank failed another check, the other ranks would wait for it.
+    if agreement.is_wanted(options):
+        agreement.check_ranks(ranks, inputs, options)
+    validation.check_hidden_and_weight(hidden, weight)
+    rank, world_size = group_rank(ranks), group_size(ranks)
+    shape = validation.check_targets(targets, hidden, options, world_size)
+    shard = validation.check_shard(vocab_shard, weight, rank, world_size)
+    validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
+    validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
+    of_targets = "that of targets"
+    validation.check_vector("temperature", inputs.temperature, list(shape), of_targets, hidden)
+    validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
+    return Validated(ranks, shard, shape)
+
+
 def prepare(
     inputs: Inputs,
     options: LossOptions,
@@ -77,25 +114,12 @@ def prepare(
     Raises:
         ValueError: an argument is not supported; the message says which.
     """
-    hidden, weight, targets, bias, token_weight, class_weight, grad_weight_into, _ = inputs
-    temperature = inputs.temperature
-    ranks = resolve_group(group)
-    validation.check_group_device(ranks, hidden)
-    # This check goes first: if one rank failed another check, the other ranks would wait for it.
-    if agreement.is_wanted(options):
-        agreement.check_ranks(ranks, inputs, options)
-    validation.check_hidden_and_weight(hidden, weight)
-    rank, world_size = group_rank(ranks), group_size(ranks)
-    shape = validation.check_targets(targets, hidden, options, world_size)
-    shard = validation.check_shard(vocab_shard, weight, rank, world_size)
-    validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
-    validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
-    validation.check_vector("temperature", temperature, list(shape), "that of targets", hidden)
-    validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
+    hidden, weight, targets, _, token_weight, class_weight, grad_weight_into, _ = inputs
+    ranks, shard, shape = validate(inputs, options, group, vocab_shard)
     if quantized_weight is not None:
         quantized_weight.check(weight, shard.num_classes, options)
 
-    entropy = differentiates(temperature)
+    entropy = differentiates(inputs.temperature)
     plan = plan_of(hidden, targets.numel(), options, ranks, shard, entropy=entropy)
     picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
     validation.check_target_range(

@@ -19,7 +19,10 @@ class Supported:
     ids: Tensor
     offsets: Tensor  # [N + 1]
     token_of: Tensor
+    order: Tensor  # the pairs sorted by id, stably
     counts: Tensor  # bool: the pair's token counts, and no earlier pair of the token has its id
+    is_target: Tensor  # bool, False where a pair does not count
+    has_target: Tensor  # bool, [N]
     z: Tensor  # -inf where a pair does not count
     lse: Tensor  # -inf without pairs
 
@@ -34,7 +37,10 @@ class Supported:
         top = reduce_segments(z.detach(), offsets, token_of, "max")
         top = top.masked_fill(top == -torch.inf, 0)
         sums = reduce_segments((z - top[token_of]).exp(), offsets, token_of, "sum")
-        return cls(listed, ids, offsets, token_of, counts, z, top + sums.log())
+        is_target = counts & (ids == listed.targets[token_of])
+        has_target = reduce_segments(is_target.to(z.dtype), offsets, token_of, "max") > 0
+        lse = top + sums.log()
+        return cls(listed, ids, offsets, token_of, order, counts, is_target, has_target, z, lse)
 
     def detached(self) -> Supported:
         """Returns the same softmax for statistics that have no gradient."""
@@ -43,14 +49,6 @@ class Supported:
     def total(self, values: Tensor) -> Tensor:
         """Sums values of pairs [P] by token, [N]."""
         return reduce_segments(values, self.offsets, self.token_of, "sum")
-
-    @property
-    def is_target(self) -> Tensor:
-        return self.counts & (self.ids == self.listed.targets[self.token_of])
-
-    @property
-    def has_target(self) -> Tensor:
-        return self.total(self.is_target.to(self.z.dtype)) > 0
 
     def logprobs(self) -> Tensor:
         """Returns each target's log-probability; -inf, without a gradient, outside the support."""
@@ -77,8 +75,12 @@ class Supported:
 
     def correct(self) -> Tensor:
         """Tells whether the target has the largest logit; of equal logits the lowest id wins."""
-        rank, _ = self.top(1)
-        return self.has_target & (rank[:, 0] == self.listed.targets)
+        top = reduce_segments(self.z, self.offsets, self.token_of, "max")
+        is_top = self.counts & (self.z == top[self.token_of])
+        # float64 holds every id.
+        last = (-self.ids.double()).masked_fill(~is_top, -torch.inf)
+        winner = -reduce_segments(last, self.offsets, self.token_of, "max")
+        return self.has_target & (winner == self.listed.targets)
 
     def mean_logit(self) -> Tensor:
         number = self.total(self.counts.to(self.z.dtype))
@@ -87,8 +89,7 @@ class Supported:
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """Returns the ids and the log-probabilities of the k largest logits, [N, k] each, in
         falling order, equal ones by id; -1 and -inf where a support has fewer ids."""
-        order = torch.sort(self.ids, stable=True).indices
-        order = order[torch.sort(self.z[order], descending=True, stable=True).indices]
+        order = self.order[torch.sort(self.z[self.order], descending=True, stable=True).indices]
         order = order[torch.sort(self.token_of[order], stable=True).indices]
         token = self.token_of[order]
         rank = torch.arange(len(order), device=order.device) - self.offsets[token]

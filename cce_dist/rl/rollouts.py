@@ -1,4 +1,4 @@
-"""What a policy loss takes: advantages of rewards, and log-probabilities under two models."""
+"""Inputs of a policy loss: advantages, and log-probabilities under two models."""
 
 from __future__ import annotations
 
