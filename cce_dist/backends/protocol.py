@@ -151,6 +151,11 @@ class PairsRequest:
         """Returns each pair's row of the head's weight, [P] int64; -1: not of this shard."""
         return self.pairs.columns(self.first_id, head.weight.shape[0])
 
+    def starts(self, ids: Tensor, count: int) -> Tensor:
+        """Returns where each of the shard's `count` ids starts in sorted ids, [count + 1] int64."""
+        first = torch.arange(self.first_id, self.first_id + count + 1, device=ids.device)
+        return torch.searchsorted(ids, first)
+
 
 @dataclass(frozen=True)
 class PairsGrads:

@@ -137,11 +137,6 @@ class Pairs:
         column = self.ids - first
         return column.where((column >= 0) & (column < count) & (self.rows >= 0), -1)
 
-    def starts(self, first: int, count: int) -> Tensor:
-        """Returns where the pairs of each of these ids start in `order`, [count + 1] int64."""
-        ids = torch.arange(first, first + count + 1, device=self.ids.device)
-        return torch.searchsorted(self.ids[self.order], ids)
-
 
 class Picked(NamedTuple):
     """The targets that count, out of N targets.

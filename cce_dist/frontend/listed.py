@@ -187,7 +187,7 @@ def _functions(
 
 
 def check_support(support: TokenSupport, listed: Listed) -> None:
-    """Checks a support's types, shapes and values."""
+    """Checks a support's types, shapes and offsets."""
     offsets, ids = support.offsets, support.ids
     for name, value in (("offsets", offsets), ("ids", ids)):
         _check_ids(f"support.{name}", value, listed)
@@ -202,24 +202,29 @@ def check_support(support: TokenSupport, listed: Listed) -> None:
     rule = "support.offsets must rise from 0 to the number of ids"
     rises = (offsets[0] == 0) & (offsets[-1] == pairs) & (offsets.diff() >= 0).all()
     require(rises, lambda: f"{rule}, {pairs}, got {_shown(offsets)}", rule)
-    check_range("support.ids", ids, listed.vocab_size)
 
 
 def is_everything(support: TokenSupport, listed: Listed) -> bool:
     """Tells whether a support lists the whole vocabulary at every token: then the loss's own
-    kernels compute its softmax. A CPU looks at the ids. On a GPU the host does not wait: N V ids
-    are taken for everything, and a device-side assertion fails unless each token has V.
+    kernels compute its softmax. Any other support must have its ids in [0, vocab_size).
+
+    A CPU looks at the ids. On a GPU the host does not wait: N V ids are taken for everything, and
+    a device-side assertion fails unless each token has V, with the sum of all ids.
     """
     tokens, width = listed.shape.numel(), listed.vocab_size
-    if not tokens or support.ids.shape[0] != tokens * width:
+    offsets, ids = support
+    if not tokens or ids.shape[0] != tokens * width:
+        check_range("support.ids", ids, width)
         return False
-    starts = torch.arange(tokens + 1, device=support.offsets.device) * width
-    even = (support.offsets == starts).all()
-    if support.ids.device.type != "cpu" or is_fake(support.ids) or is_traced():
-        torch._assert_async(even, "a support of N V ids must list each id once at each token")
+    even = (offsets == torch.arange(tokens + 1, device=offsets.device) * width).all()
+    if ids.device.type != "cpu" or is_fake(ids) or is_traced():
+        sums = ids.reshape(tokens, width).sum(1)
+        complete = even & (sums == width * (width - 1) // 2).all()
+        torch._assert_async(complete, "a support of N V ids must list each id once at each token")
         return True
-    ids = support.ids.view(tokens, width)
-    return bool(even) and bool((ids.sort(1).values == torch.arange(width)).all())
+    check_range("support.ids", ids, width)
+    in_order = ids.reshape(tokens, width).sort(1).values
+    return bool(even) and bool((in_order == torch.arange(width)).all())
 
 
 def check_candidates(candidates: Tensor, listed: Listed) -> Tensor:

@@ -136,7 +136,7 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
     ),
     "frontend/test_largest.py::test_the_first_largest_logit": ("merge_extras_kernel",),
     "frontend/test_support.py::test_they_are_those_of_dense_logits": (
-        *("pair_logits_kernel", "pair_hidden_kernel", "pair_weight_kernel"),
+        *("pair_logits_kernel", "pair_hidden_kernel", "pair_parts_kernel", "pair_weight_kernel"),
     ),
     "backends/test_merge_kernel.py::test_what_a_rank_sends": ("pack_stats_kernel",),
     "backends/test_merge_kernel.py::test_merged_as_torch_merges": ("merge_ranks_kernel",),

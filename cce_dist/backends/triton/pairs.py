@@ -13,6 +13,7 @@ from cce_dist.backends.protocol import PairsGrads, PairsRequest
 from cce_dist.backends.triton.kernels.pairs import (
     pair_hidden_kernel,
     pair_logits_kernel,
+    pair_parts_kernel,
     pair_weight_kernel,
 )
 from cce_dist.backends.triton.launch.arguments import for_kernels, with_unit_inner_stride
@@ -20,10 +21,13 @@ from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.types import Head
 
-# Pairs of a program at once.
-BLOCK_P = 16
-# Blocks of a row of the weight's gradient that a program writes.
-BLOCKS = 4
+# Pairs and elements of a row that a program reads at once, and its warps. A hidden gradient's
+# program is one warp, so that no thread waits for another's sum; the weight's reads a pair at once.
+LOGITS = (16, 128, 4)
+HIDDEN = (4, 256, 1)
+WEIGHT = (1024, 4)
+# Sorted pairs that one program sums at most.
+PART = 256
 
 
 def pair_logits(hidden: Tensor, head: Head, request: PairsRequest) -> Tensor:
@@ -32,7 +36,8 @@ def pair_logits(hidden: Tensor, head: Head, request: PairsRequest) -> Tensor:
     pairs, columns = request.pairs, request.columns(head)
     out = torch.empty(len(columns), dtype=torch.float32, device=hidden.device)
     if len(columns):
-        block = 64 if interpreted() else BLOCK_P
+        block, dims, warps = LOGITS
+        block = 64 if interpreted() else block
         start(pair_logits_kernel, (triton.cdiv(len(columns), block),))(
             hidden,
             head.weight,
@@ -45,8 +50,9 @@ def pair_logits(hidden: Tensor, head: Head, request: PairsRequest) -> Tensor:
             hidden.stride(0),
             head.weight.stride(0),
             BLOCK_P=block,
-            BLOCK_D=_dims(hidden),
+            BLOCK_D=_dims(hidden, dims),
             HAS_BIAS=head.bias is not None,
+            num_warps=warps,
         )
     return out
 
@@ -56,14 +62,15 @@ def pair_gradients(
 ) -> None:
     """Computes the gradients: see `protocol.Backend.pair_gradients`."""
     head, hidden = for_kernels(head), with_unit_inner_stride(hidden)
-    pairs, weight, grad = request.pairs, head.weight, grad.contiguous()
-    block, dim = _dims(hidden), hidden.shape[1]
-    parts = triton.cdiv(dim, block)
+    pairs, weight, dim = request.pairs, head.weight, hidden.shape[1]
+    grad = grad.contiguous()
     if out.hidden is not None:
         # Rows without pairs stay 0.
         out.hidden.zero_()
+        block_pairs, dims, warps = HIDDEN
+        block = _dims(hidden, dims)
         if len(pairs.ids):
-            start(pair_hidden_kernel, (len(pairs.offsets) - 1, parts))(
+            start(pair_hidden_kernel, (len(pairs.offsets) - 1, triton.cdiv(dim, block)))(
                 weight,
                 pairs.rows,
                 request.columns(head),
@@ -72,32 +79,58 @@ def pair_gradients(
                 out.hidden,
                 dim,
                 weight.stride(0),
-                BLOCK_P=BLOCK_P,
+                BLOCK_P=block_pairs,
                 BLOCK_D=block,
+                num_warps=warps,
             )
     if out.weight is None and out.bias is None:
         return
-    columns = weight.shape[0]
-    programs = 1 if out.weight is None else triton.cdiv(parts, BLOCKS)
-    start(pair_weight_kernel, (columns, programs))(
+    ids, columns = pairs.ids[pairs.order], weight.shape[0]
+    rows, grad = pairs.rows[pairs.order], grad[pairs.order]
+    has_weight, has_bias = out.weight is not None, out.bias is not None
+    dims, warps = WEIGHT
+    block = _dims(hidden, dims)
+    blocks, num_parts = triton.cdiv(dim, block) if has_weight else 1, triton.cdiv(len(ids), PART)
+    sums = grad.new_empty(num_parts, dim if has_weight else 0)
+    of_bias = grad.new_empty(num_parts)
+    if num_parts > 1:
+        start(pair_parts_kernel, (num_parts, blocks))(
+            hidden,
+            rows,
+            ids,
+            grad,
+            sums,
+            of_bias,
+            len(ids),
+            request.first_id,
+            columns,
+            dim,
+            hidden.stride(0),
+            PART=PART,
+            BLOCK_D=block,
+            HAS_WEIGHT=has_weight,
+            HAS_BIAS=has_bias,
+            num_warps=warps,
+        )
+    start(pair_weight_kernel, (columns, blocks))(
         hidden,
-        pairs.rows,
-        pairs.order,
-        pairs.starts(request.first_id, columns),
+        rows,
+        request.starts(ids, columns),
         grad,
+        sums,
+        of_bias,
         hidden if out.weight is None else out.weight,
         grad if out.bias is None else out.bias,
         dim,
         hidden.stride(0),
         0 if out.weight is None else out.weight.stride(0),
-        BLOCK_P=BLOCK_P,
+        PART=PART,
         BLOCK_D=block,
-        BLOCKS=min(BLOCKS, parts),
-        HAS_WEIGHT=out.weight is not None,
-        HAS_BIAS=out.bias is not None,
+        HAS_WEIGHT=has_weight,
+        HAS_BIAS=has_bias,
+        num_warps=warps,
     )
 
 
-def _dims(hidden: Tensor) -> int:
-    """Returns the elements of a row that a program reads at once."""
-    return min(256, triton.next_power_of_2(hidden.shape[1]))
+def _dims(hidden: Tensor, most: int) -> int:
+    return min(most, triton.next_power_of_2(hidden.shape[1]))

@@ -69,52 +69,99 @@ def pair_hidden_kernel(
     tl.store(out_ptr + row * D + dims, value, mask=dims < tl.where(row >= 0, D, 0))
 
 
+@triton.jit(do_not_specialize=["P", "first_id"])
+def pair_parts_kernel(
+    hidden_ptr,  # [num_rows, D], inner stride 1
+    rows_ptr,  # [P] int64, sorted by id; -1: left out
+    ids_ptr,  # [P] int64, sorted
+    grad_ptr,  # [P] fp32, sorted by id
+    parts_ptr,  # [P / PART, D] fp32: out
+    of_bias_ptr,  # [P / PART] fp32: out
+    P,
+    first_id,
+    V,
+    D,
+    stride_hn,
+    PART: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Sums the first pairs of a part of the sorted pairs, if their id is the last one of the part
+    before. So an id of many tokens has several programs."""
+    part = tl.program_id(0).to(tl.int64)
+    begin = part * PART
+    column = tl.load(ids_ptr + begin)
+    if (part > 0) & (column >= first_id) & (column < first_id + V):
+        if tl.load(ids_ptr + begin - 1) == column:
+            at = begin + tl.arange(0, PART)
+            is_of_column = tl.load(ids_ptr + at, mask=at < P, other=-1) == column
+            end = begin + tl.sum(is_of_column.to(tl.int32), 0)
+            if HAS_WEIGHT:
+                dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+                total = sum_rows(begin, end, hidden_ptr, rows_ptr, grad_ptr, dims, D, stride_hn)
+                tl.store(parts_ptr + part * D + dims, total, mask=dims < D)
+            if HAS_BIAS:
+                total = sum_grads(begin, end, rows_ptr, grad_ptr, PART)
+                tl.store(of_bias_ptr + part, total, mask=tl.program_id(1) == 0)
+
+
 @triton.jit
 def pair_weight_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
-    rows_ptr,  # [P] int64; -1: left out
-    order_ptr,  # [P] int64: pairs by id
-    starts_ptr,  # [V + 1] int64: where an id's pairs start in `order_ptr`
-    grad_ptr,  # [P] fp32
+    rows_ptr,  # [P] int64, sorted by id; -1: left out
+    starts_ptr,  # [V + 1] int64: where an id's sorted pairs start
+    grad_ptr,  # [P] fp32, sorted by id
+    parts_ptr,  # [P / PART, D] fp32, of `pair_parts_kernel`
+    of_bias_ptr,  # [P / PART] fp32, likewise
     out_ptr,  # [V, D]: out
     bias_ptr,  # [V] fp32: out
     D,
     stride_hn,
     stride_ov,
-    BLOCK_P: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCKS: tl.constexpr,  # of a program
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Sums one id's pairs: grad times the token's row of hidden, and grad. Most ids have no pair: a
-    program writes several blocks, or there would be as many programs as blocks of zeros."""
+    """Sums one id's pairs: grad times the token's row of hidden, and grad."""
     column = tl.program_id(0).to(tl.int64)
     begin = tl.load(starts_ptr + column)
     end = tl.load(starts_ptr + column + 1)
+    # Pairs before the first bound of parts; each later part has its sum.
+    first = begin // PART + 1
+    own = tl.minimum(end, first * PART)
+    last = tl.where(end > begin, (end - 1) // PART + 1, first)
     if HAS_WEIGHT:
-        for block in range(BLOCKS):
-            dims = (tl.program_id(1) * BLOCKS + block) * BLOCK_D + tl.arange(0, BLOCK_D)
-            total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-            for start in range(begin, end, BLOCK_P):
-                row, grad = load_pairs(start, end, rows_ptr, order_ptr, grad_ptr, BLOCK_P)
-                inside = (row >= 0)[:, None] & (dims < D)[None, :]
-                e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
-                total += grad[:, None] * tl.load(e_ptrs, mask=inside, other=0.0).to(tl.float32)
-            value = tl.sum(total, 0).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + column * stride_ov + dims, value, mask=dims < D)
+        dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        total = sum_rows(begin, own, hidden_ptr, rows_ptr, grad_ptr, dims, D, stride_hn)
+        for part in range(first, last):
+            total += tl.load(parts_ptr + part * D + dims, mask=dims < D, other=0.0)
+        value = total.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + column * stride_ov + dims, value, mask=dims < D)
     if HAS_BIAS:
-        grads = tl.zeros((BLOCK_P,), tl.float32)
-        for start in range(begin, end, BLOCK_P):
-            _, grad = load_pairs(start, end, rows_ptr, order_ptr, grad_ptr, BLOCK_P)
-            grads += grad
-        tl.store(bias_ptr + column, tl.sum(grads, 0), mask=tl.program_id(1) == 0)
+        total = sum_grads(begin, own, rows_ptr, grad_ptr, PART)
+        for part in range(first, last):
+            total += tl.load(of_bias_ptr + part)
+        tl.store(bias_ptr + column, total, mask=tl.program_id(1) == 0)
 
 
 @triton.jit
-def load_pairs(start, end, rows_ptr, order_ptr, grad_ptr, BLOCK_P: tl.constexpr):
-    """Loads a block of pairs by id: rows of hidden, -1 where a pair is left out, and gradients."""
-    at = start + tl.arange(0, BLOCK_P)
-    pair = tl.load(order_ptr + at, mask=at < end, other=0)
-    row = tl.load(rows_ptr + pair, mask=at < end, other=-1)
-    return row, tl.load(grad_ptr + pair, mask=row >= 0, other=0.0)
+def sum_rows(begin, end, hidden_ptr, rows_ptr, grad_ptr, dims, D, stride_hn):
+    """Returns the sum of grad times the row of hidden of sorted pairs [begin, end), at `dims`."""
+    total = tl.zeros(dims.shape, tl.float32)
+    for pair in range(begin, end):
+        row = tl.load(rows_ptr + pair)
+        grad = tl.load(grad_ptr + pair)
+        inside = dims < tl.where(row >= 0, D, 0)
+        e = tl.load(hidden_ptr + row * stride_hn + dims, mask=inside, other=0.0)
+        total += grad * e.to(tl.float32)
+    return total
+
+
+@triton.jit
+def sum_grads(begin, end, rows_ptr, grad_ptr, PART: tl.constexpr):
+    """Returns the sum of the gradients of sorted pairs [begin, end), at most PART."""
+    pair = begin + tl.arange(0, PART)
+    row = tl.load(rows_ptr + pair, mask=pair < end, other=-1)
+    return tl.sum(tl.load(grad_ptr + pair, mask=row >= 0, other=0.0), 0)
