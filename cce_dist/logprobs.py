@@ -90,6 +90,7 @@ def token_logprobs(
     filter: Filter = Filter(),  # noqa: B008 - frozen
     backend: Backend = "auto",
     workspace_bytes: int | None = None,
+    invariant: bool = False,
 ) -> TokenLogprobs:
     """Returns log softmax(z / temperature)[target] of every token; logits [N, V] are never stored.
 
@@ -120,6 +121,7 @@ def token_logprobs(
         entropy: compute the entropy; it costs next to nothing, and is differentiable.
         stats: "entropy", as with `entropy`, "sum_p2", "correct" and "mean_logit".
         gradient: "filtered" or "exact".
+        invariant: as in `linear_cross_entropy`, without `support`, `candidates` and `top_k`.
     Raises:
         ValueError: an argument is not supported; the message says which.
     Collectives, determinism: the same as `linear_cross_entropy` with reduction "none". Candidates
@@ -132,6 +134,11 @@ def token_logprobs(
         stats = ("entropy", *stats)
     require_choice("gradient", gradient, get_args(GradientOfEach))
     _check_lists(support, top_k)
+    require_bool("invariant", invariant)
+    lists = {"support": support, "candidates": candidates, "top_k": top_k}
+    for name, value in lists.items():
+        if invariant and value is not None:
+            raise ValueError(f"{name} must be None with invariant=True, got {type(value)}")
     logit_scale = require_finite("logit_scale", logit_scale)
     token_temperature = None
     if isinstance(temperature, Tensor):
@@ -154,6 +161,7 @@ def token_logprobs(
         stats=_stats_of_loss(stats, candidates is not None or top_k is not None),
         backend=backend,
         workspace_bytes=workspace_bytes,
+        invariant=invariant,
     )
     inputs = Inputs(hidden, weight, targets, bias, temperature=token_temperature)
     call = (inputs, options, group, vocab_shard)

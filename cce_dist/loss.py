@@ -60,6 +60,7 @@ def linear_cross_entropy(
     workspace_bytes: int | None = None,
     keep_logits: bool | None = None,
     check_ranks: bool = False,
+    invariant: bool = False,
 ) -> Tensor | LossOutput:
     """Cross-entropy of hidden @ weight.T against targets; logits [N, V] never exist in memory.
 
@@ -119,6 +120,10 @@ def linear_cross_entropy(
         check_ranks: first check, bit by bit, that all ranks of the group have the same arguments,
             and different rows of weight. It is for debugging: the host waits. Set it on every rank
             or on none. CCE_DIST_CHECK_RANKS=1 does the same.
+        invariant: a token's outputs, and its row of the hidden gradient for the same upstream
+            gradient, have the same bits in every batch, in any order of tokens, and on 1, 2, 4 and
+            8 ranks with shards of one size. Every column has its gradient, as with "exact".
+            docs/guide/modes.md#invariant.
     Returns:
         The loss in fp32 (float64 for float64 inputs): []; for reduction "none" targets' (shifted)
         shape, with 0 at ignored tokens. A LossOutput if `stats` is not empty.
@@ -159,6 +164,7 @@ def linear_cross_entropy(
         workspace_bytes=workspace_bytes,
         keep_logits=keep_logits,
         check_ranks=check_ranks,
+        invariant=invariant,
     )
     inputs = Inputs(hidden, weight, targets, bias, token_weight, class_weight, grad_weight_into)
     return compute_loss(inputs, options, group, vocab_shard, quantized_weight)

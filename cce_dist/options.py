@@ -212,6 +212,7 @@ class LossOptions:
         logits: screened computes in 8 bits, and what matters once more in full.
         backend: what computes; auto is triton on a GPU.
         workspace_bytes: bound of the logits and their temporaries in memory at once.
+        invariant: no result of a token follows from other tokens, or from the number of ranks.
     Raises:
         ValueError: a value is out of range, or two options exclude each other.
     """
@@ -233,6 +234,7 @@ class LossOptions:
     workspace_bytes: int | None = None
     keep_logits: bool | None = None
     check_ranks: bool = False
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         use_python_numbers(self, *_NUMBERS)
@@ -253,7 +255,7 @@ class LossOptions:
                 raise ValueError(f"{name} must be an int{also}, got {value!r}")
         if not -(2**63) <= self.ignore_index < 2**63:
             raise ValueError(f"ignore_index must fit int64, as targets do, got {self.ignore_index}")
-        for name in ("sequence_parallel", "check_ranks"):
+        for name in ("sequence_parallel", "check_ranks", "invariant"):
             require_bool(name, getattr(self, name))
         if self.keep_logits is not None and not isinstance(self.keep_logits, bool):
             raise ValueError(f"keep_logits must be True, False or None, got {self.keep_logits!r}")
@@ -278,6 +280,8 @@ class LossOptions:
         self._refuse_combinations()
 
     def _refuse_combinations(self) -> None:
+        if self.invariant:
+            self._refuse_variant()
         if self.logits == "screened":
             self._refuse_unscreened()
         elif self.screen != Screen():
@@ -309,6 +313,25 @@ class LossOptions:
                 "every column its own gradient, so that no filter can leave columns out; use "
                 'gradient="exact", or "in_forward" without a filter'
             )
+
+    def _refuse_variant(self) -> None:
+        """Refuses options with which a token's results follow from other tokens, or from ranks."""
+        wrong = {
+            f"gradient={self.gradient!r}": self.gradient == "in_forward",
+            f"logits={self.logits!r}": self.logits != "full",
+            f"filter={self.filter!r}": self.filter != Filter(),
+            "keep_logits=True": self.keep_logits is True,
+            f"label_smoothing={self.label_smoothing!r}": self.label_smoothing != 0,
+            'stats "tail_mass"': "tail_mass" in self.stats,
+            'stats "screened"': "screened" in self.stats,
+        }
+        for name, is_wrong in wrong.items():
+            if is_wrong:
+                raise ValueError(
+                    "invariant=True computes every column in one order, whatever the other tokens "
+                    f"and the number of ranks are, and cannot do so with {name}; leave one of them "
+                    "out"
+                )
 
     def _refuse_unscreened(self) -> None:
         """Refuses options that 8-bit logits cannot serve."""
@@ -355,6 +378,6 @@ class LossOptions:
     @property
     def filters(self) -> bool:
         """Tells whether the gradients may leave columns out."""
-        if self.gradient == "exact" or self._reaches_every_column:
+        if self.gradient == "exact" or self.invariant or self._reaches_every_column:
             return False
         return self.filter.keep != 0 and self.filter.eps != 0

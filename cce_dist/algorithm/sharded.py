@@ -22,6 +22,7 @@ from dataclasses import replace
 
 import torch
 
+from cce_dist.algorithm import invariant
 from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.protocol import BackwardRequest, Kept, LogitStore, Scores, WeightGrad
 from cce_dist.core.stats import Stats
@@ -43,6 +44,8 @@ def forward(
     Collectives: those of `merge_stats`; before them all-gathers of [N] fp32, if several ranks
         choose columns in the forward.
     """
+    if plan.options.invariant:
+        return invariant.forward(tokens, head, plan), None
     request = plan.forward_request(tokens, head, score=score, store=store)
     local, scores = plan.backend.forward(tokens, head, request)
     kernels = plan.backend.merge_kernels
@@ -78,6 +81,10 @@ def backward(
     Collectives: those of `reduce_grad_hidden`; under sequence parallel hidden is gathered first.
     """
     upstream = of_logits(upstream, tokens, plan)
+    if plan.options.invariant:
+        return invariant.backward(
+            tokens, head, plan, stats, upstream, hidden=hidden, weight=weight, bias=bias
+        )
     dtype = torch.float32 if in_fp32 else tokens.hidden.dtype
     request = BackwardRequest(
         stats=stats,

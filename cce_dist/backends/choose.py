@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cce_dist.backends.protocol import Backend
@@ -34,7 +35,24 @@ def choose_backend(options: LossOptions, hidden: Tensor, num_tokens: int, column
         )
     if options.logits == "screened":
         _check_screening(options, hidden, by_kernels)
+    if options.invariant:
+        _check_invariant(hidden, by_kernels)
     return chosen
+
+
+def _check_invariant(hidden: Tensor, by_kernels: bool) -> None:
+    reason = None
+    if by_kernels and hidden.dtype == torch.float16:
+        reason = (
+            "in fp16 the kernels divide all gradients by the largest one; use bf16 or fp32 inputs"
+        )
+    elif not by_kernels and hidden.device.type != "cpu":
+        reason = (
+            f'backend "torch" multiplies on {hidden.device.type} in an order that its library '
+            "chooses; use bf16 or fp32 inputs and the kernels"
+        )
+    if reason is not None:
+        raise ValueError(f"invariant=True cannot run here: {reason}")
 
 
 def _check_screening(options: LossOptions, hidden: Tensor, by_kernels: bool) -> None:

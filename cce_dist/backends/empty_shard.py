@@ -19,7 +19,7 @@ from cce_dist.backends.protocol import (
     Traits,
 )
 from cce_dist.backends.torch.backend import TorchBackend
-from cce_dist.backends.torch.forward import statistics
+from cce_dist.backends.torch.forward import statistics, statistics_of_segments
 from cce_dist.backends.torch.pick import pick_on_device
 from cce_dist.backends.triton.forward.bounds import EXCHANGES
 from cce_dist.backends.triton.tokens.merge import KERNELS
@@ -51,6 +51,8 @@ class EmptyShard(TorchBackend):
             for _ in EXCHANGES:
                 request.bounds(nothing)
         tokens = replace(tokens, local_targets=tokens.local_targets.long())
+        if request.segment:
+            return statistics_of_segments(tokens, head, request), None
         return statistics(tokens, head, replace(request, filter=None, store=None))
 
     def keep(

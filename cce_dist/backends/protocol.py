@@ -104,6 +104,10 @@ class ForwardRequest:
     bounds: Bounds | None  # exchanges bounds with the other ranks; None: no exchange
     store: LogitStore | None  # filled with logits
     room: Room
+    # Columns of a segment of the shard; 0: there is but one. Else statistics are those of each
+    # segment, [S, N], none follows from another token or from the other segments, and nothing is
+    # filtered, screened, exchanged or stored.
+    segment: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,9 @@ class BackwardRequest:
     bias: bool  # the bias needs a gradient
     store: LogitStore | None  # as the forward left it
     room: Room
+    # No token's hidden gradient follows from another token. It keeps every column, in one order of
+    # sums whatever the number of tokens is, and nothing is stored.
+    invariant: bool = False
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,7 @@ _METHODS = (
     _ours("in_forward", {"gradient": "in_forward"}, default=True),
     _ours("in_forward-exact", {"gradient": "in_forward", "filter": Filter(keep=0)}),
     _ours("exact-kept", {"gradient": "exact", "keep_logits": True, "workspace_bytes": MEMORY}),
+    _ours("invariant", {"invariant": True}, entropy=True),
     # 8-bit logits where they don't matter.
     _ours(SCREENED, {"logits": "screened"}),
     _ours("screened-e4m3", {"logits": "screened", "screen": Screen(dtype="e4m3")}),

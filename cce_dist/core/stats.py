@@ -96,34 +96,49 @@ def zero_beyond(stats: Stats, count: Tensor) -> Stats:
     return stats.unpack(packed.where(counts, 0))
 
 
-def logaddexp_parts(parts: Tensor) -> Tensor:
-    """Returns log sum_r exp(parts[r]) over dim 0, in the order of r: [W, ...] -> [...].
+def sum_rows(rows: Tensor) -> Tensor:
+    """Sums over dim 0, in an order that may follow from the shape."""
+    return rows.sum(0)
+
+
+def add_halves(rows: Tensor) -> Tensor:
+    """Sums over dim 0, whose size is a power of two, in an order that follows from it alone."""
+    while len(rows) > 1:
+        first, second = rows.chunk(2)
+        rows = first + second
+    return rows[0]
+
+
+def logaddexp_parts(parts: Tensor, total: Callable[[Tensor], Tensor] = sum_rows) -> Tensor:
+    """Returns log sum_r exp(parts[r]) over dim 0: [W, ...] -> [...]. Args: total: sums over dim 0.
 
     -inf parts (an empty shard) add nothing; all of them -inf give -inf.
     """
     top = parts.amax(0)
     base = top.masked_fill(top == -torch.inf, 0)
-    return base + (parts - base).exp().sum(0).log()
+    return base + total((parts - base).exp()).log()
 
 
 def merge_parts(
     parts: Stats,  # fields [W, N]: one row a shard
     num_classes: Tensor,  # [W] columns of each shard, in the fields' dtype
     first_class: Tensor,  # [W] first token id of each shard
+    total: Callable[[Tensor], Tensor] = sum_rows,
 ) -> Stats:
     """Merges the statistics of the shards: fields [N]. Pure arithmetic, deterministic.
 
+    Args: total: sums over dim 0.
     Source: log-add-exp arXiv:1805.02867; mean and m2 by Chan, Golub and LeVeque (1983).
     """
-    lse = logaddexp_parts(parts.lse)
+    lse = logaddexp_parts(parts.lse, total)
     entropy = sum_p2 = max_logit = target_is_argmax = None
     if parts.entropy is not None:
         # Chain rule of entropy: H = sum_r share_r (H_r - log share_r); 0 log 0 = 0.
         log_share = parts.lse - lse
         surprise = parts.entropy - log_share.masked_fill(parts.lse == -torch.inf, 0)
-        entropy = (log_share.exp() * surprise).sum(0)
+        entropy = total(log_share.exp() * surprise)
     if parts.sum_p2 is not None:
-        sum_p2 = logaddexp_parts(parts.sum_p2 + 2 * (parts.lse - lse))
+        sum_p2 = logaddexp_parts(parts.sum_p2 + 2 * (parts.lse - lse), total)
     if parts.max_logit is not None:
         max_logit = parts.max_logit.amax(0)
     if parts.max_logit is not None and parts.target_is_argmax is not None:
@@ -132,11 +147,13 @@ def merge_parts(
         order = order.masked_fill((num_classes == 0)[:, None], torch.inf)
         winner = order.argmin(0, keepdim=True)
         target_is_argmax = parts.target_is_argmax.gather(0, winner)[0]
-    moments = {} if parts.mean_logit is None else merge_moments(parts, num_classes)._asdict()
+    moments = {}
+    if parts.mean_logit is not None:
+        moments = merge_moments(parts, num_classes, total)._asdict()
     return Stats(
         lse=lse,
-        target_logit=parts.target_logit.sum(0),
-        smooth_logit=None if parts.smooth_logit is None else parts.smooth_logit.sum(0),
+        target_logit=total(parts.target_logit),
+        smooth_logit=None if parts.smooth_logit is None else total(parts.smooth_logit),
         entropy=entropy,
         sum_p2=sum_p2,
         max_logit=max_logit,
@@ -154,14 +171,16 @@ class Moments(NamedTuple):
     m2_logit: Tensor
 
 
-def merge_moments(parts: Stats, num_classes: Tensor) -> Moments:
+def merge_moments(
+    parts: Stats, num_classes: Tensor, total: Callable[[Tensor], Tensor] = sum_rows
+) -> Moments:
     """Merges mean and squared deviations of [W, N] parts over num_classes [W] columns each."""
     assert parts.origin_logit is not None
     assert parts.mean_logit is not None and parts.m2_logit is not None
     share = num_classes[:, None] / num_classes.sum()
     origin = parts.origin_logit.index_select(0, num_classes.argmax(0, keepdim=True))[0]
     part_mean = (parts.origin_logit - origin) + parts.mean_logit
-    mean = (share * part_mean).sum(0)
+    mean = total(share * part_mean)
     between = num_classes[:, None] * (part_mean - mean) ** 2
-    m2 = (parts.m2_logit + between).sum(0)
+    m2 = total(parts.m2_logit + between)
     return Moments(origin, mean, m2)

@@ -61,6 +61,17 @@ class Head:
     quantized: QuantizedRows | None = None  # the same rows in 8 bits; None: no copy is kept
     quantize_once: QuantizeOnce | None = None  # None: each call quantises the rows
 
+    def rows(self, start: int, stop: int) -> Head:
+        """Returns the head of rows [start, stop)."""
+
+        def part(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[start:stop]
+
+        parts = part(self.bias), part(self.class_weight)
+        return Head(
+            self.weight[start:stop], *parts, self.vocab_size, self.softcap, self.logit_scale
+        )
+
     def quantized_by(
         self,
         quantize: Callable[[Tokens, Tensor, Screen], QuantizedRows],

@@ -64,6 +64,7 @@ def _bind(
         filter_ = Filter() if every else options.filter
         options = replace(options, gradient="exact" if every else "filtered", filter=filter_)
     rank, size = group_rank(group), group_size(group)
+    validation.check_segments(options, size)
     rows = torch.empty(num_rows, 0, device="meta")
     shard = VocabShard(*shard) if isinstance(shard, tuple) else shard
     shard = validation.check_shard(shard, rows, rank, size)

@@ -89,6 +89,7 @@ def validate(
         agreement.check_ranks(ranks, inputs, options)
     validation.check_hidden_and_weight(hidden, weight)
     rank, world_size = group_rank(ranks), group_size(ranks)
+    validation.check_segments(options, world_size)
     shape = validation.check_targets(targets, hidden, options, world_size)
     shard = validation.check_shard(vocab_shard, weight, rank, world_size)
     validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)

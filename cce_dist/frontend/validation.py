@@ -15,6 +15,7 @@ from cce_dist.core.tracing import is_fake, is_traced
 from cce_dist.core.types import accumulate_dtype
 from cce_dist.options import LARGEST_FACTOR, LEAST_FACTOR, LossOptions
 from cce_dist.ranks.gather import require
+from cce_dist.ranks.segments import SEGMENTS
 from cce_dist.ranks.transport import adapter_of
 from cce_dist.vocab_shard import VocabShard
 
@@ -236,6 +237,13 @@ def check_shard(shard: VocabShard | None, weight: Tensor, rank: int, world_size:
             f"[{shard.start}, {shard.stop}): pass group, with the ranks that hold the other rows"
         )
     return shard
+
+
+def check_segments(options: LossOptions, world_size: int) -> None:
+    """Checks that invariant=True can have whole segments on each rank."""
+    if options.invariant and SEGMENTS % world_size:
+        allowed = ", ".join(str(n) for n in range(1, SEGMENTS + 1) if SEGMENTS % n == 0)
+        raise ValueError(f"invariant=True needs {allowed} ranks in group, got {world_size}")
 
 
 def check_vector(

@@ -48,6 +48,7 @@ def check_weight(
         "sequence_parallel": options.sequence_parallel,
         "keep_logits": options.keep_logits,
         "check_ranks": options.check_ranks,
+        "invariant": options.invariant,
     }
     for name, is_refused in refused.items():
         if is_refused:

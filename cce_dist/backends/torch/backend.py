@@ -18,7 +18,7 @@ from cce_dist.backends.protocol import (
     Traits,
 )
 from cce_dist.backends.torch import forward as torch_forward
-from cce_dist.backends.torch.backward import gradients
+from cce_dist.backends.torch.backward import gradients, invariant_gradients
 from cce_dist.backends.torch.filter import ColumnMask, ColumnMasses, keep_columns
 from cce_dist.backends.torch.pairs import pair_gradients, pair_logits
 from cce_dist.backends.torch.pick import pick
@@ -51,6 +51,8 @@ class TorchBackend:
     def forward(
         self, tokens: Tokens, head: Head, request: ForwardRequest
     ) -> tuple[Stats, ColumnMasses | None]:
+        if request.segment:
+            return torch_forward.statistics_of_segments(_ready(tokens), head, request), None
         if request.screen is not None:
             return screened_statistics(_ready(tokens), head, request)
         return torch_forward.statistics(_ready(tokens), head, request)
@@ -68,7 +70,8 @@ class TorchBackend:
         return keep_columns(_ready(tokens), head, scores, lse, rule, room)
 
     def backward(self, tokens: Tokens, head: Head, request: BackwardRequest) -> LocalGrads:
-        hidden, bias = gradients(_ready(tokens), head, request)
+        compute = invariant_gradients if request.invariant else gradients
+        hidden, bias = compute(_ready(tokens), head, request)
         if hidden is not None and request.hidden is not None:
             hidden = request.hidden.of_tokens(hidden, tokens.rows)
         return LocalGrads(hidden, bias)

@@ -7,7 +7,7 @@ the part of d_logits that the filter drops: docs/design/tail.md#the-marginals.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from cce_dist.backends.torch.tiles import (
     product,
     spans,
     sum_over_blocks,
+    whole_blocks,
 )
+from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens, Upstream, accumulate_dtype, largest_operand
 from cce_dist.options import TOKEN_BLOCK
 
@@ -34,7 +36,7 @@ MASK_FROM = 0.5
 
 
 def gradients(
-    tokens: Tokens, head: Head, request: BackwardRequest
+    tokens: Tokens, head: Head, request: BackwardRequest, size: TileSize | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Computes the gradients of this rank's shard (no communication). Deterministic.
 
@@ -52,7 +54,7 @@ def gradients(
     factors = _Factors.of(upstream, lse, head)
     sums = _Sums.of(tokens, head, request)
     task = _Task(tokens, head, lse, request.stats.entropy, factors, sums)
-    size = TileSize.choose(head.weight, request.room.workspace_bytes)
+    size = size or TileSize.choose(head.weight, request.room.workspace_bytes)
     tail = None
     if kept is not None and kept.share is not None:
         draws = kept.drawn is not None and task.sums.hidden is not None
@@ -85,6 +87,27 @@ def gradients(
         if term is not None and task.sums.hidden is not None:
             term.add_hidden(task.sums.hidden)
     return sums.hidden, sums.bias
+
+
+def invariant_gradients(
+    tokens: Tokens, head: Head, request: BackwardRequest
+) -> tuple[Tensor | None, Tensor | None]:
+    """Computes `gradients` in tiles of one size: see `BackwardRequest.invariant`."""
+    num_tokens, tokens = len(tokens), whole_blocks(tokens)
+
+    def padded(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.nn.functional.pad(x, (0, len(tokens) - num_tokens))
+
+    stats, upstream = request.stats, request.upstream
+    lse, target_logit = padded(stats.lse), padded(stats.target_logit)
+    assert lse is not None and target_logit is not None
+    request = replace(
+        request,
+        stats=Stats(lse, target_logit, entropy=padded(stats.entropy)),
+        upstream=Upstream(*(padded(getattr(upstream, field.name)) for field in fields(upstream))),
+    )
+    hidden, bias = gradients(tokens, head, request, TileSize.invariant(len(head.weight)))
+    return None if hidden is None else hidden[:num_tokens], bias
 
 
 @dataclass

@@ -23,6 +23,7 @@ from cce_dist.backends.torch.tiles import (
     spans,
     squash,
     sum_over_blocks,
+    whole_blocks,
 )
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens, Wanted, accumulate_dtype
@@ -114,6 +115,7 @@ def statistics(
     head: Head,
     request: ForwardRequest,
     tiles: LogitTiles | None = None,  # None: tiles of the exact logits
+    size: TileSize | None = None,  # None: by the workspace
 ) -> tuple[Stats, ColumnMasses | None]:
     """Computes statistics of every token over this rank's shard (no communication).
 
@@ -129,7 +131,7 @@ def statistics(
     assert store is None or isinstance(store, Tensor)
     weight, dtype = head.weight, accumulate_dtype(head.weight.dtype)
     num_tokens, num_columns = len(tokens), weight.shape[0]
-    size = TileSize.choose(weight, request.room.workspace_bytes)
+    size = size or TileSize.choose(weight, request.room.workspace_bytes)
     tiles = exact_tiles(tokens, head) if tiles is None else tiles
     softcapped_mean = wanted.smooth_logit and head.softcap is not None
     collect = replace(wanted, smooth_logit=softcapped_mean)
@@ -166,6 +168,21 @@ def statistics(
         slopes = running.sum if running.slope_sum is None else running.slope_sum
         scores.log_slope_sum.copy_(running.log_sum(slopes))
     return _finish(running, lse, target_logit, tokens, head, wanted, size), scores
+
+
+def statistics_of_segments(tokens: Tokens, head: Head, request: ForwardRequest) -> Stats:
+    """Computes statistics of every token over each segment of the shard: see
+    `ForwardRequest.segment`."""
+    num_tokens, blocks, parts = len(tokens), whole_blocks(tokens), []
+    # A shard without columns has one segment of none.
+    for start, stop in spans(max(1, head.weight.shape[0]), request.segment):
+        targets = blocks.local_targets - start
+        inside = (targets >= 0) & (targets < stop - start)
+        of_segment = replace(blocks, local_targets=targets.masked_fill(~inside, -1))
+        size = TileSize.invariant(stop - start)
+        stats, _ = statistics(of_segment, head.rows(start, stop), request, size=size)
+        parts.append(stats.pack()[:, :num_tokens])
+    return stats.unpack(torch.stack(parts, 1))
 
 
 def largest(tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,26 @@ class TileSize:
         tokens = max(TOKEN_BLOCK, min(tokens, budget // columns) // TOKEN_BLOCK * TOKEN_BLOCK)
         return cls(tokens, columns)
 
+    @classmethod
+    def invariant(cls, num_columns: int) -> TileSize:
+        """Returns a size that follows from the columns alone, for `whole_blocks`."""
+        return cls(TOKEN_BLOCK, max(1, min(CPU_COLUMNS, num_columns)))
+
+
+def whole_blocks(tokens: Tokens) -> Tokens:
+    """Returns the tokens, packed, and tokens of zeros after them up to a multiple of 128. A
+    product's rows depend on their number, if not on each other."""
+    num_tokens = len(tokens)
+    missing = -num_tokens % TOKEN_BLOCK
+    hidden = tokens.take(0, num_tokens)
+    scale = tokens.scale
+    return Tokens(
+        hidden=torch.cat([hidden, hidden.new_zeros(missing, hidden.shape[1])]),
+        rows=None,
+        local_targets=torch.nn.functional.pad(tokens.local_targets, (0, missing), value=-1),
+        scale=None if scale is None else torch.nn.functional.pad(scale, (0, missing), value=1.0),
+    )
+
 
 def spans(total: int, size: int) -> Iterator[tuple[int, int]]:
     """Yields (start, stop) of consecutive chunks."""

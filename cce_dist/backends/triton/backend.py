@@ -21,7 +21,7 @@ from cce_dist.backends.triton.grads import backward, scale
 from cce_dist.backends.triton.launch.replay import Replayed
 from cce_dist.backends.triton.pairs import pair_gradients, pair_logits
 from cce_dist.backends.triton.screened.quantize import quantize_for
-from cce_dist.backends.triton.stats import forward
+from cce_dist.backends.triton.stats import forward, statistics_of_segments
 from cce_dist.backends.triton.tokens.merge import KERNELS
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.backends.triton.warm_up import warm_up
@@ -33,6 +33,8 @@ from cce_dist.vocab_shard import VocabShard
 def _forward(
     tokens: Tokens, head: Head, request: ForwardRequest
 ) -> tuple[Stats, Marks | None, ListedLogits | None]:
+    if request.segment:
+        return statistics_of_segments(tokens, head, request), None, None
     stats, marks = forward(tokens, head, request)
     return stats, marks, request.store if isinstance(request.store, ListedLogits) else None
 

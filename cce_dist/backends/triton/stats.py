@@ -108,6 +108,30 @@ def forward(
     return stats, marks
 
 
+def statistics_of_segments(tokens: Tokens, head: Head, request: ForwardRequest) -> Stats:
+    """Computes statistics of every token over each segment of the shard: see
+    `ForwardRequest.segment`. Deterministic.
+
+    Every segment has splits of its own, as many whatever the number of tokens is, and their first
+    reference is a logit of the segment. A split's overflow computes that token again alone.
+    """
+    head = for_kernels(head)
+    state = ForwardState.of(tokens, head, request.wanted, False, None, segment=request.segment)
+    for robust in (False, True):
+        state.launch(None, state.alone(robust))
+    products = start_products(state)
+    try:
+        finished = state.merge(state.alone())
+    finally:
+        of_targets = products()
+    placed = add_targets(state, replace(finished, lse=finished.lse[0]), of_targets, None)
+    stats = _packed_stats(state, finished, None)
+    # Every segment has a row, and the target's alone its logit.
+    segment = torch.arange(state.segments, device=head.weight.device)[:, None]
+    here = tokens.local_targets.div(request.segment, rounding_mode="floor") == segment
+    return replace(stats, target_logit=placed.target_logit.where(here, 0))
+
+
 def _compute_kept_columns(
     state: ForwardState,
     finished: Finished,
@@ -165,12 +189,12 @@ def _merged(
 def _packed_stats(state: ForwardState, finished: Finished, screened: Screened | None) -> Stats:
     """Returns all statistics in the order of the packed tokens, without the targets' columns."""
     num_tokens = len(state.tokens)
-    stats = Stats(finished.lse[:num_tokens], finished.target_logit[:num_tokens])
+    stats = Stats(finished.lse[..., :num_tokens], finished.target_logit[:num_tokens])
     stats = state.with_extras(stats)
     for name in ("entropy", "sum_p2"):
         values = getattr(finished, name)
         if values is not None:
-            stats = replace(stats, **{name: values[:num_tokens]})
+            stats = replace(stats, **{name: values[..., :num_tokens]})
     if state.wanted.screened:
         counts = state.counts.to(finished.lse.dtype)
         of_screened = 0 * counts if screened is None else counts * (1 - screened.full)

@@ -46,7 +46,7 @@ MIB = 2**20
 # Options of the loss that the job sets itself. The file's workspace is in MiB.
 SET_BY_JOB = (
     *("sequence_parallel", "ignore_index", "reduction", "shift", "stats"),
-    *("workspace_bytes", "keep_logits", "check_ranks"),
+    *("workspace_bytes", "keep_logits", "check_ranks", "invariant"),
 )
 
 

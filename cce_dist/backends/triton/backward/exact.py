@@ -35,6 +35,9 @@ from cce_dist.options import TOKEN_BLOCK
 
 # Multiprocessors that the last DDS leaves free for NCCL's kernels, which start after it.
 LEFT_TO_COLLECTIVES = 32
+# Tiles of a chunk whose number must not follow from the tokens': each chunk adds to the whole
+# hidden gradient, which costs time, and holds the logits of all tokens.
+INVARIANT_TILES = 16
 
 
 def products_of_every_column(state: BackwardState, grads: GradBuffers) -> Callable[[int], None]:
@@ -198,7 +201,10 @@ def _chunks(state: BackwardState) -> Iterator[Region]:
     room = max(1, tiles_in(state.room, weight, padded))
     if memory is not None:
         room = memory.shape[0] // columns
-    per_chunk = choose_tiles_per_chunk(num_tiles, room, state.num_blocks, num_programs(weight))
+    if state.invariant:
+        per_chunk = min(INVARIANT_TILES, num_tiles)
+    else:
+        per_chunk = choose_tiles_per_chunk(num_tiles, room, state.num_blocks, num_programs(weight))
     if memory is None:
         memory = weight.new_empty(per_chunk * columns, padded)
     for tile in range(0, num_tiles, per_chunk):

@@ -102,6 +102,7 @@ class BackwardState:
     lists: Lists | None
     logits: KeptLogits | None  # kept by the forward, of the last columns; overwritten
     listed: ListedLogits | None  # kept by the forward, of the last chunk of `lists`; overwritten
+    invariant: bool = False  # see `BackwardRequest`
     centroid: Tensor | None = None  # [padded_groups, D] mean of the columns that a group drops
     sums: Tensor | None = None  # the same: a column's gradient for a share of 1 of a group
     bias_sums: Tensor | None = None  # [padded_groups]
@@ -118,7 +119,7 @@ class BackwardState:
         weight, upstream = head.weight, request.upstream
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
         # The workspace of kept logits already takes all of the room.
-        splits = request.hidden is not None and store is None
+        splits = request.hidden is not None and store is None and not request.invariant
         num_bytes = request.room.workspace_bytes
         pieces, room = _pieces_and_room(len(tokens), weight, kept, num_bytes, splits)
         listed = store if kept is not None and isinstance(store, ListedLogits) else None
@@ -133,6 +134,7 @@ class BackwardState:
             None if kept is None else kept.marks.order,
             num_blocks,
             by_torch=by_torch,
+            alone=request.invariant,
         )
         state = cls(
             num_tokens=len(tokens),
@@ -154,6 +156,7 @@ class BackwardState:
             lists=None,
             logits=logits,
             listed=listed,
+            invariant=request.invariant,
         )
         draws = kept is not None and kept.draws and request.hidden is not None
         steps = [step for step in (tokens.fill, state._tail_sums(draws)) if step is not None]

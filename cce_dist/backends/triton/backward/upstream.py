@@ -46,6 +46,7 @@ class TokenUpstream:
         num_blocks: int,
         *,
         by_torch: bool,  # torch's products follow, which take d_logits whole and undivided
+        alone: bool = False,  # nothing of a token follows from other tokens
     ) -> TokenUpstream:
         lse = stats.lse
         rows, count = rows_of(tokens)
@@ -56,7 +57,7 @@ class TokenUpstream:
         of_elements = grads[3] is not None and (head.softcap is not None or by_torch)
         linear = grads[3] is not None and not of_elements
         of_tokens = [*grads[:3], grads[3] if of_elements else None]
-        divides = head.weight.element_size() == 2 and not by_torch
+        divides = head.weight.element_size() == 2 and not by_torch and not alone
         divides = divides and any(g is not None for g in of_tokens)
         has_entropy_tail = log_dropped is not None and grads[2] is not None
 

@@ -32,20 +32,27 @@ def sums_softcapped(wanted: Wanted, head: Head) -> bool:
 
 
 def merge_extras(
-    extras: Tensor, shape: Tensor, count: Tensor, targets: Tensor, wanted: Wanted, head: Head
+    extras: Tensor,
+    shape: Tensor,
+    count: Tensor,
+    targets: Tensor,
+    wanted: Wanted,
+    head: Head,
+    segments: int,
 ) -> tuple[Tensor, ...]:
-    """Merges the statistics of each split.
+    """Merges the statistics of the splits of each segment.
 
     Args:
         extras: [NUM_EXTRAS, size], see `add_extras`.
         shape: [3] int32, see `forward_kernel`.
         count: [1] int32, the tokens that count.
         targets: [N_padded].
-    Returns: the rows of `merge_extras_kernel`, [N_padded] each; what is not wanted has any value.
+    Returns: the rows of `merge_extras_kernel`, [segments, N_padded] each; what is not wanted has
+        any value.
     """
     num_tokens, block = len(targets), 128
-    merged = extras.new_empty(NUM_EXTRAS - 1, num_tokens)
-    start(merge_extras_kernel, (triton.cdiv(num_tokens, block),))(
+    merged = extras.new_empty(segments, NUM_EXTRAS - 1, num_tokens)
+    start(merge_extras_kernel, (triton.cdiv(num_tokens, block), segments))(
         count,
         shape,
         extras,
@@ -60,7 +67,7 @@ def merge_extras(
         HAS_MOMENTS=wanted.moments,
         HAS_SMOOTH=sums_softcapped(wanted, head),
     )
-    return merged.unbind()
+    return merged.unbind(1)
 
 
 def mean_logit_by_linearity(hidden: Tensor, counts: Tensor, head: Head) -> Tensor:

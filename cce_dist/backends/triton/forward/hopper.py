@@ -133,6 +133,7 @@ def launch_forward(
     grouping: Groups,
     eight: EightBit | None,
     wanted: Wanted,
+    segment: int,
 ) -> None:
     """Launches one of the forwards that `forward_kernel` numbers.
 
@@ -143,6 +144,7 @@ def launch_forward(
         count: [1] int32: tokens that count.
         shape: [3] int32: see `forward_kernel`.
         number: of the launch.
+        segment: columns of a segment; 0: there is but one.
     """
     from cce_dist.backends.triton.kernels.forward.hopper import hopper_forward_kernel
 
@@ -181,6 +183,7 @@ def launch_forward(
         HAS_SQUARES=wanted.sum_p2,
         HAS_ARGMAX=wanted.correct or wanted.moments,
         HAS_MOMENTS=wanted.moments,
+        SEGMENT=segment,
         num_warps=4,
     )
 

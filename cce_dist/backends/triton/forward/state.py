@@ -57,6 +57,7 @@ from cce_dist.backends.triton.launch.tiles import (
     interpreted,
     num_programs,
     rounds_exp2,
+    splits_of_segment,
     takes_tma,
     tiles_for,
     warn_of_layout,
@@ -81,6 +82,8 @@ class ForwardState:
     weight: Tensor
     packed: Tensor
     shape: Tensor  # [3] int32: blocks that count, splits of the vocabulary, blocks at a time
+    segment: int  # columns of a segment of the shard, which has splits of its own; 0: all columns
+    splits: int  # of a segment; 0: as many as the tokens' number asks for
     programs: int  # at least blocks x splits / groups
     groups: int  # splits that one program computes side by side
     grid: int  # programs x groups
@@ -99,6 +102,7 @@ class ForwardState:
         score: bool,
         keep_logits: KeptLogits | None,
         screened: bool = False,
+        segment: int = 0,
     ) -> ForwardState:
         warn_of_layout(head.weight)
         head = for_kernels(head)
@@ -113,8 +117,7 @@ class ForwardState:
         programs = max(programs, num_blocks)
         padded = num_blocks * TOKEN_BLOCK
         rows, count = rows_of(tokens)
-        new = weight.new_empty
-        fp32 = torch.float32
+        new, fp32 = weight.new_empty, torch.float32
         has_largest = wanted.correct or wanted.moments
         has_extras = has_largest or wanted.sum_p2 or sums_softcapped(wanted, head)
         # Hopper's kernel sums no softcapped logits, and seeks the largest product, not logit.
@@ -124,9 +127,14 @@ class ForwardState:
             portable = portable or has_extras or wanted.entropy
             portable = portable or not keep_logits.of_chunk or tokens.scale is not None
         groups = 1 if portable else num_groups(weight, tiles)
+        splits, segments = 0, 1
+        if segment:
+            segments = triton.cdiv(weight.shape[0], segment)
+            splits = splits_of_segment(min(segment, weight.shape[0]), weight, tiles)
+            programs = num_blocks * segments * splits
         size = programs * groups * TOKEN_BLOCK
         buffers = ForwardBuffers(
-            lower=new(padded, dtype=fp32),
+            lower=new(segments * padded, dtype=fp32),
             split_states=new(SLOTS.value, 4, size, dtype=fp32),
             mass=new(num_blocks, weight.shape[0], dtype=torch.bfloat16) if score else None,
             extras=weight.new_zeros(NUM_EXTRAS, size, dtype=fp32) if has_extras else None,
@@ -144,6 +152,8 @@ class ForwardState:
             weight=weight,
             packed=new(padded, padded_dim(weight)),
             shape=torch.empty(3, dtype=torch.int32, device=weight.device),
+            segment=segment,
+            splits=groups * splits,
             programs=programs,
             groups=groups,
             grid=programs * groups,
@@ -161,6 +171,10 @@ class ForwardState:
             cached_blocks(self.weight, element_size),
             self.programs,
         )
+
+    @property
+    def segments(self) -> int:
+        return triton.cdiv(self.weight.shape[0], self.segment) if self.segment else 1
 
     @property
     def columns(self) -> int:
@@ -226,6 +240,7 @@ class ForwardState:
             self.weight.shape[1],
             padded,
             *self.for_shape(element_size),
+            self.segments,
             hidden.stride(0),
             self.weight.stride(0),
             stride,
@@ -237,6 +252,8 @@ class ForwardState:
             HAS_SOFTCAP=self.head.softcap is not None,
             TOKENS=TOKEN_BLOCK,
             GROUPS=self.groups,
+            SEGMENT=self.segment,
+            SPLITS=self.splits,
         )
         return self
 
@@ -255,23 +272,12 @@ class ForwardState:
         if self.groups == 1 or launch.robust:
             self._launch_portable(hidden, weight, launch, grouping)
             return
+        operands = (self.buffers, self.count, self.shape, launch.number, grouping)
         if launch.region is not None:
-            operands = (self.buffers, self.count, self.shape, launch.number, grouping)
             launch_logits(hidden, weight, self.head, *operands, launch.region)
             return
-        launch_forward(
-            hidden,
-            weight,
-            self.head,
-            self.scale,
-            self.buffers,
-            self.count,
-            self.shape,
-            launch.number,
-            grouping,
-            eight,
-            self.wanted,
-        )
+        of_call = (eight, self.wanted, self.segment)
+        launch_forward(hidden, weight, self.head, self.scale, *operands, *of_call)
 
     def _launch_portable(
         self, hidden: Tensor, weight: Tensor, launch: Launch, grouping: Groups
@@ -314,16 +320,20 @@ class ForwardState:
             HAS_MOMENTS=wanted.moments, HAS_SMOOTH=sums_softcapped(wanted, head),
             HAS_CLASS_WEIGHT=head.class_weight is not None, HAS_LOGITS=region is not None,
             HAS_UNKEPT=self.has_unkept, IS_ROBUST=launch.robust, IS_SCREENED=eight is not None,
-            ACCUMULATOR=tl.float32 if eight is None else eight.accumulator, num_warps=tiles.warps,
+            ACCUMULATOR=tl.float32 if eight is None else eight.accumulator,
+            NUM_EXTRAS=0 if buffers.extras is None else NUM_EXTRAS, SEGMENT=self.segment,
+            num_warps=tiles.warps,
             # A tile that is stored through a descriptor takes the shared memory of a stage.
             num_stages=tiles.stages if region is None else max(2, tiles.stages - 1),
         )  # fmt: skip
 
     def merge(self, last: Launch) -> Finished:
-        """Merges the splits as the last launch left them; targets are still to be added."""
+        """Merges the splits of each segment as the last launch left them; targets are still to be
+        added."""
         split_states = self.buffers.split_states[last.number % SLOTS.value]
         padded = self.packed.shape[0]
-        lse = split_states.new_empty(padded)
+        shape = (self.segments, padded) if self.segment else (padded,)
+        lse = split_states.new_empty(shape)
         dropped = torch.empty_like(lse) if self.score else None
         entropy = torch.empty_like(lse) if self.wanted.entropy else None
         sum_p2 = torch.empty_like(lse) if self.wanted.sum_p2 else None
@@ -331,7 +341,7 @@ class ForwardState:
         if self.has_unkept:
             unkept = torch.empty_like(lse)
         block = 128
-        start(finish_kernel, (triton.cdiv(padded, block),))(
+        start(finish_kernel, (triton.cdiv(padded, block), self.segments))(
             self.count,
             self.shape,
             split_states,
@@ -350,15 +360,16 @@ class ForwardState:
             HAS_SQUARES=self.wanted.sum_p2,
             HAS_UNKEPT=self.has_unkept,
         )
-        return Finished(lse, dropped, unkept, entropy, sum_p2, torch.empty_like(lse))
+        return Finished(lse, dropped, unkept, entropy, sum_p2, lse.new_empty(padded))
 
     def with_extras(self, stats: Stats) -> Stats:
         """Adds the statistics that few callers ask for, in the order of the packed tokens."""
         head, wanted, extras = self.head, self.wanted, self.buffers.extras
         has_largest = wanted.correct or wanted.moments
         if extras is not None and (has_largest or sums_softcapped(wanted, head)):
-            merged = merge_extras(extras, self.shape, self.count, self.targets, wanted, head)
-            top, _, hit, *moments, smooth = (row[: len(self.tokens)] for row in merged)
+            inputs = (self.shape, self.count, self.targets, wanted, head, self.segments)
+            merged = (row[:, : len(self.tokens)] for row in merge_extras(extras, *inputs))
+            top, _, hit, *moments, smooth = (x if self.segment else x[0] for x in merged)
             if has_largest:
                 stats = replace(stats, max_logit=top)
             if wanted.correct:

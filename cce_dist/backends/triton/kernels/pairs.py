@@ -92,7 +92,7 @@ def pair_parts_kernel(
     part = tl.program_id(0).to(tl.int64)
     begin = part * PART
     column = tl.load(ids_ptr + begin)
-    if (part > 0) & (column >= first_id) & (column < first_id + V):
+    if (part > 0) & (column >= first_id) & (column < first_id + V):  # noqa: SIM102
         if tl.load(ids_ptr + begin - 1) == column:
             at = begin + tl.arange(0, PART)
             is_of_column = tl.load(ids_ptr + at, mask=at < P, other=-1) == column

@@ -91,6 +91,10 @@ TABLE |= {
 }
 
 
+# Tiles of a segment's split, if hidden states have WIDE dims or more.
+TURNS, WIDE = 5, 3072
+
+
 def interpreted() -> bool:
     """Tells whether Triton interprets its kernels, in NumPy on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -119,6 +123,13 @@ def num_programs(tensor: Tensor) -> int:
     if interpreted():
         return 1
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
+def splits_of_segment(columns: int, weight: Tensor, tiles: KernelTiles) -> int:
+    """Returns the splits of a segment of the shard, each of a few tiles: so many that few tokens
+    keep most of a device busy, so few that a split's start and end cost little."""
+    turns = max(TURNS, TURNS * WIDE // weight.shape[1])
+    return -(-columns // (tiles.columns * turns))
 
 
 # Stages of the backward's products: all at once; or those up to the hidden gradient, then those

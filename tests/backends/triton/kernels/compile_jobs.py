@@ -47,7 +47,7 @@ from cce_dist.backends.triton.forward.largest import largest
 from cce_dist.backends.triton.grads import backward, scale
 from cce_dist.backends.triton.launch import start as launch_start
 from cce_dist.backends.triton.pairs import pair_gradients, pair_logits
-from cce_dist.backends.triton.stats import forward
+from cce_dist.backends.triton.stats import forward, statistics_of_segments
 from cce_dist.backends.triton.tokens.merge import merge_lse_and_target, pack_lse_and_target
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.backends.triton.warm_up import NoSum
@@ -358,7 +358,20 @@ def compile_pairs() -> None:
             pair_gradients(hidden, head, request, logits, out)
 
 
-OTHERS = {"largest": compile_largest, "small": compile_small, "pairs": compile_pairs}
+def compile_segments() -> None:
+    hidden = torch.zeros(TOKENS, Call().dim, dtype=Call().dtype)
+    tokens = Tokens(hidden, None, torch.zeros(TOKENS, dtype=torch.int32))
+    for wanted in (Wanted(), Wanted(entropy=True, sum_p2=True, correct=True, moments=True)):
+        request = ForwardRequest(wanted, None, None, None, None, Room(0), COLUMNS // 4)
+        statistics_of_segments(tokens, head_of(Call()), request)
+
+
+OTHERS = {
+    "largest": compile_largest,
+    "small": compile_small,
+    "pairs": compile_pairs,
+    "segments": compile_segments,
+}
 
 
 def main(capabilities: list[int], jobs: list[str], *, whole: bool) -> None:

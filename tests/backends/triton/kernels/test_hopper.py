@@ -50,6 +50,7 @@ for kind, (dtype, score, softcap) in KINDS.items():
         "BLOCK_N": 128, "ROWS": 128, "BLOCK_D": dims, "STAGES": 4, "HAS_BIAS": softcap,
         "HAS_SOFTCAP": softcap, "HAS_SCORE": score, "BY_LARGEST": False,
         "IS_SCREENED": dtype is gl.int8, "FINE": "large" in kind,
+        "SEGMENT": 4096 if "statistics" in kind else 0,
         **{f"HAS_{sums}": "statistics" in kind for sums in STATISTICS},
     }
     signature = {}

@@ -75,8 +75,9 @@ def merge_extras_kernel(
     shape_ptr,  # [3] int32: see `forward_kernel`
     extras_ptr,  # [8, size]: see `add_extras`
     target_ptr,  # [N]
-    out_ptr,  # [7, N]: largest logit, its column, 1 where that is the target; origin, mean, m2;
-    # weighted sum over all classes' number: out, 0 for tokens that don't count
+    out_ptr,  # [S, 7, N], of each segment of splits: largest logit, its column, 1 where that is the
+    # target; origin, mean, m2; weighted sum over all classes' number: out, 0 for tokens that don't
+    # count
     num_classes,
     N,
     size,
@@ -91,6 +92,9 @@ def merge_extras_kernel(
     inside = tokens < N
     counts = tokens < tl.load(count_ptr)
     stride = tl.load(shape_ptr) * TOKENS
+    splits = tl.load(shape_ptr + 1) // tl.num_programs(1)
+    extras_ptr += tl.program_id(1) * splits * stride
+    out_ptr += tl.program_id(1) * 7 * N
     nothing = tl.zeros((BLOCK_N,), tl.float32)
     top = nothing - float("inf")
     column = nothing
@@ -99,7 +103,7 @@ def merge_extras_kernel(
     m2 = nothing
     seen = nothing
     weighted = nothing
-    for split in range(tl.load(shape_ptr + 1)):
+    for split in range(splits):
         at = extras_ptr + split * stride + tokens
         if HAS_ARGMAX:
             other = tl.load(at, mask=counts, other=0.0)

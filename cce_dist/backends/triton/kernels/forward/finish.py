@@ -12,10 +12,10 @@ def finish_kernel(
     shape_ptr,  # [3] int32: blocks and splits
     state_ptr,  # [4, size]: see `forward_kernel`
     extras_ptr,  # [8, size]: see `add_extras`
-    lse_ptr,  # [N] natural log: out, 0 for tokens that don't count
+    lse_ptr,  # [S, N] natural log: out, 0 for tokens that don't count; a segment of splits a row
     dropped_ptr,  # [N] log of the sum over dropped columns of exp(z) softcap'(z): out
-    entropy_ptr,  # [N] nats: out
-    sum_p2_ptr,  # [N] log of the sum of squared probabilities: out; -inf over no columns
+    entropy_ptr,  # [S, N] nats: out
+    sum_p2_ptr,  # [S, N] log of the sum of squared probabilities: out; -inf over no columns
     unkept_ptr,  # [N] log of the sum over dropped columns of exp(z): out
     N,
     size,
@@ -29,7 +29,13 @@ def finish_kernel(
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     counts = tokens < tl.load(count_ptr)
     stride = tl.load(shape_ptr) * TOKENS
-    splits = tl.load(shape_ptr + 1)
+    segment = tl.program_id(1)
+    splits = tl.load(shape_ptr + 1) // tl.num_programs(1)
+    state_ptr += segment * splits * stride
+    extras_ptr += segment * splits * stride
+    lse_ptr += segment * N
+    entropy_ptr += segment * N
+    sum_p2_ptr += segment * N
     top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     for split in range(splits):
         top = tl.maximum(top, tl.load(state_ptr + split * stride + tokens, mask=counts, other=0.0))

@@ -8,8 +8,11 @@ from cce_dist.backends.triton.kernels.forward.launches import (
     ALONE,
     LAST,
     end_turn,
+    fields_at,
     first_turn,
+    put_back,
     raise_reference,
+    segment_of,
     slot_of,
     start_state,
     turns_before,
@@ -108,6 +111,8 @@ def forward_kernel(
     IS_ROBUST: tl.constexpr,
     IS_SCREENED: tl.constexpr,  # hidden and weight are of 8 bits
     ACCUMULATOR: tl.constexpr,
+    NUM_EXTRAS: tl.constexpr,  # rows of `extras_ptr`
+    SEGMENT: tl.constexpr,  # columns of a segment, whose splits sum its columns alone; 0: all
 ):
     """Sums a block of tokens over every `splits`-th vocabulary tile; a program a block and split.
     The number of splits follows the number of blocks that count: ignored tokens leave no
@@ -143,7 +148,11 @@ def forward_kernel(
     stride = num_blocks * BLOCK_N
     state_ptrs = state_ptr + slot_of(launch) * 4 * size + split * stride + rows
     squares_ptrs = extras_ptr + 7 * size + split * stride + rows
-    num_turns = turns_before(end_tile, split, splits)
+    begin, end, turn_split, turn_splits = segment_of(split, splits, V, SEGMENT)
+    if SEGMENT > 0:
+        lower_ptr += begin // SEGMENT * N
+        end_tile = tl.cdiv(end - begin, BLOCK_V)
+    num_turns = turns_before(end_tile, turn_split, turn_splits)
     num_turns = tl.where(block * BLOCK_N < count, num_turns, 0)
     all_turns = num_turns
     turn = first_turn(launch, num_turns)
@@ -161,6 +170,10 @@ def forward_kernel(
         num_turns = tl.where(tl.max(failed.to(tl.int32), 0) > 0, num_turns, 0)
         if num_turns == 0:
             return
+        if SEGMENT > 0:
+            # Of the other tokens nothing may change: whether one fails depends on its block.
+            state = fields_at(state_ptrs, size, 4)
+            extras = fields_at(extras_ptr + split * stride + rows, size, NUM_EXTRAS)
     start_state(
         lower_ptr + rows, state_ptr + rows, squares_ptrs, split * stride, splits, stride, size,
         rows < count, launch, all_turns, BLOCK_N, HAS_SCORE, HAS_SURPLUS, HAS_SQUARES, HAS_UNKEPT,
@@ -178,17 +191,19 @@ def forward_kernel(
         turn = tl.minimum(turn + tl.maximum(turn - start_turn, 1), num_turns)
         if HAS_LOGITS:
             turn = num_turns
-        for tile in range(split + first * splits, split + turn * splits, splits):
+        first_tile = turn_split + first * turn_splits
+        for tile in range(first_tile, turn_split + turn * turn_splits, turn_splits):
+            first_column = begin + tile * BLOCK_V
             x = tl.zeros((BLOCK_V, BLOCK_N), ACCUMULATOR)
             for k in range(0, tl.cdiv(D, BLOCK_D)):
                 c = load_tile(
-                    weight, tile * BLOCK_V, k * BLOCK_D, V, D, stride_wv, BLOCK_V, BLOCK_D, USE_TMA
+                    weight, first_column, k * BLOCK_D, V, D, stride_wv, BLOCK_V, BLOCK_D, USE_TMA
                 )
                 e = load_tile(
                     hidden, block * BLOCK_N, k * BLOCK_D, N, D, stride_hn, BLOCK_N, BLOCK_D, USE_TMA
                 )
                 x = tl.dot(c, e.T, x, input_precision=PRECISION, out_dtype=ACCUMULATOR)
-            columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+            columns = first_column + tl.arange(0, BLOCK_V)
             if IS_SCREENED:
                 x = dequantized(x, columns, V, column_ptr, token_ptr + rows, N)
             if HAS_BIAS:
@@ -198,13 +213,13 @@ def forward_kernel(
                 x, slope = softcapped(x, softcap, WIDE)
             if HAS_ARGMAX or HAS_MOMENTS or HAS_SMOOTH:
                 add_extras(
-                    x * scale_across(scale, rows), columns, tile == split, V, class_weight_ptr,
-                    extras_ptr + split * stride + rows, size, BLOCK_V, HAS_ARGMAX, HAS_MOMENTS,
-                    HAS_SMOOTH, HAS_CLASS_WEIGHT,
+                    x * scale_across(scale, rows), columns, tile == turn_split, end,
+                    class_weight_ptr, extras_ptr + split * stride + rows, size, BLOCK_V, HAS_ARGMAX,
+                    HAS_MOMENTS, HAS_SMOOTH, HAS_CLASS_WEIGHT,
                 )  # fmt: skip
             factor = log2_scale_across(log2_scale, rows)
-            if tile * BLOCK_V + BLOCK_V > V:
-                x = tl.where((columns < V)[:, None], x, float("-inf") * factor)
+            if first_column + BLOCK_V > end:
+                x = tl.where((columns < end)[:, None], x, float("-inf") * factor)
             ref = tl.load(state_ptrs)
             if IS_ROBUST:
                 ref = tl.maximum(tl.max(x * factor, 0), ref)
@@ -248,3 +263,6 @@ def forward_kernel(
     add_to(state_ptrs + size, whole_sum(total))
     if HAS_SCORE:
         add_to(state_ptrs + 2 * size, whole_sum(dropped))
+    if IS_ROBUST and SEGMENT > 0:
+        put_back(state_ptrs, size, state, ~failed, 4)
+        put_back(extras_ptr + split * stride + rows, size, extras, ~failed, NUM_EXTRAS)

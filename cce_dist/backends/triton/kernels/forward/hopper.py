@@ -37,6 +37,7 @@ from cce_dist.backends.triton.kernels.gluon_names import async_load, thread_barr
 slot_of = gluon.jit(launches.slot_of.fn)
 turns_until = gluon.jit(launches.turns_until.fn)
 turns_before = gluon.jit(launches.turns_before.fn)
+segment_of = gluon.jit(launches.segment_of.fn)
 first_turn = gluon.jit(launches.first_turn.fn)
 end_turn = gluon.jit(launches.end_turn.fn)
 
@@ -54,18 +55,21 @@ def load_tiles(
     splits,
     start_turn,
     stop_turn,
+    V,
     D,
     BLOCK_N: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
+    SEGMENT: gl.constexpr,
 ):
     """Loads the operands of `sum_tiles`, in its order, as soon as both groups have released a
     stage."""
     num_bytes: gl.constexpr = (BLOCK_N + GROUPS * ROWS) * BLOCK_D * hidden.dtype.primitive_bitwidth
+    begin, _, split, splits = segment_of(split, splits, V, SEGMENT)
     step = 0
     for turn in range(start_turn, stop_turn):
-        column = (split + turn * splits) * (GROUPS * ROWS)
+        column = begin + (split + turn * splits) * (GROUPS * ROWS)
         for k in range(0, D, BLOCK_D):
             stage = step % STAGES
             loaded = full.index(stage)
@@ -151,6 +155,7 @@ def sum_tiles(
     HAS_SQUARES: gl.constexpr,
     HAS_ARGMAX: gl.constexpr,
     HAS_MOMENTS: gl.constexpr,
+    SEGMENT: gl.constexpr,
 ):
     """Sums the group's columns of every tile, [ROWS, BLOCK_N] at a time in four warps'
     registers."""
@@ -169,8 +174,12 @@ def sum_tiles(
     before_ptrs = state_ptr + slot_of(launch + launches.SLOTS - 1) * 4 * size + token
     extras_ptrs = extras_ptr + state_offset + token
     squares_ptrs = extras_ptrs + 7 * size
+    all_splits = GROUPS * splits
+    begin, end, turn_split, splits = segment_of(split, splits, V, SEGMENT)
+    if SEGMENT > 0:
+        lower_ptr += begin // SEGMENT * N
     first_ref = start_state(
-        lower_ptr + token, state_ptrs, squares_ptrs, before_ptrs, state_offset, GROUPS * splits,
+        lower_ptr + token, state_ptrs, squares_ptrs, before_ptrs, state_offset, all_splits,
         stride, size, token < count, launch, num_turns, HAS_SCORE, HAS_SURPLUS, HAS_SQUARES,
         HAS_UNKEPT,
     )  # fmt: skip
@@ -186,7 +195,7 @@ def sum_tiles(
     store_log2_scales(log2_scale, token, of_token.index(4 * group + 1))
     keys = key_ptr + state_offset + block * BLOCK_N
     start_stats(
-        stat_tiles, of_token, group, key_ptr + token, extras_ptrs, state_offset, GROUPS * splits,
+        stat_tiles, of_token, group, key_ptr + token, extras_ptrs, state_offset, all_splits,
         stride, size, first_ref, token < count, launch, HAS_ARGMAX, HAS_MOMENTS,
     )  # fmt: skip
     nothing = partial_sums(gl.zeros((ROWS, BLOCK_N), gl.float32, layout), ROWS, BLOCK_N)
@@ -215,10 +224,10 @@ def sum_tiles(
             x = warpgroup_mma_wait(0, deps=(x,))
             thread_barrier()
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-            first_column = ((split + at * splits) * GROUPS + group) * ROWS
+            first_column = begin + ((turn_split + at * splits) * GROUPS + group) * ROWS
             columns = first_column + rows
-            inside = columns < V
-            number += gl.minimum(gl.maximum(V - first_column, 0), ROWS)
+            inside = columns < end
+            number += gl.minimum(gl.maximum(end - first_column, 0), ROWS)
             bias, times, shift = 0.0, 0.0, 0.0
             if IS_SCREENED:
                 times = gl.load(column_ptr + columns, mask=inside, other=0.0)
@@ -232,7 +241,7 @@ def sum_tiles(
             if HAS_SOFTCAP:
                 total, dropped, unkept = add_softcapped(
                     x, total, dropped, unkept, (bias, times, shift), of_token, 4 * group,
-                    stat_tiles, mass_ptr, keys, columns, V, log2_scale, softcap, threshold, ROWS,
+                    stat_tiles, mass_ptr, keys, columns, end, log2_scale, softcap, threshold, ROWS,
                     BLOCK_N, HAS_BIAS, HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS,
                     HAS_SQUARES, HAS_ARGMAX, HAS_MOMENTS,
                 )  # fmt: skip
@@ -246,11 +255,11 @@ def sum_tiles(
                 factor = log2_scale_across(
                     log2_scale, of_token.index(4 * group + 1), 0, BLOCK_N, across
                 )
-                if first_column + ROWS > V:
+                if first_column + ROWS > end:
                     x = gl.where(inside[:, None], x, float("-inf") * factor)
                 if HAS_SURPLUS or HAS_SQUARES or HAS_ARGMAX:
                     total, p = add_plain(
-                        x, total, columns, V, log2_scale, keys, of_token, 4 * group,
+                        x, total, columns, end, log2_scale, keys, of_token, 4 * group,
                         stat_tiles, ROWS, BLOCK_N, HAS_SURPLUS, HAS_SQUARES, HAS_ARGMAX,
                         HAS_MOMENTS,
                     )  # fmt: skip
@@ -259,7 +268,7 @@ def sum_tiles(
                     total += partial_sums(p, ROWS, BLOCK_N)
                 if HAS_SCORE:
                     dropped = add_dropped_columns(
-                        p, dropped, mass_ptr, columns, V, threshold, ROWS, BLOCK_N, BY_LARGEST
+                        p, dropped, mass_ptr, columns, end, threshold, ROWS, BLOCK_N, BY_LARGEST
                     )
         next_ref = end_stretch(
             state_ptrs, squares_ptrs, size, total, dropped, unkept, stat_tiles, group, HAS_SCORE,
@@ -312,6 +321,7 @@ def hopper_forward_kernel(
     HAS_SQUARES: gl.constexpr,
     HAS_ARGMAX: gl.constexpr,
     HAS_MOMENTS: gl.constexpr,
+    SEGMENT: gl.constexpr,
 ):
     """Sums a block of tokens over every `splits`-th tile of GROUPS x ROWS columns; a program a
     block and split.
@@ -329,7 +339,8 @@ def hopper_forward_kernel(
     at_once = gl.minimum(at_once, num_blocks - first_block)
     block = first_block + inner % at_once
     split = inner // at_once
-    num_turns = turns_before(gl.cdiv(V, GROUPS * ROWS), split, splits)
+    begin, end, turn, turns = segment_of(split, splits, V, SEGMENT)
+    num_turns = turns_before(gl.cdiv(end - begin, GROUPS * ROWS), turn, turns)
     num_turns = gl.where(block * BLOCK_N < count, num_turns, 0)
     start_turn = first_turn(launch, num_turns)
     stop_turn = end_turn(launch, num_turns, GROUPS * splits)
@@ -360,7 +371,7 @@ def hopper_forward_kernel(
                     split, splits, num_turns, start_turn, stop_turn, launch, num_blocks, count,
                     size, N, V, D, scale, softcap, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES,
                     HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS,
-                    HAS_SQUARES, HAS_ARGMAX, HAS_MOMENTS,
+                    HAS_SQUARES, HAS_ARGMAX, HAS_MOMENTS, SEGMENT,
                 ),
             ),
             (
@@ -371,14 +382,14 @@ def hopper_forward_kernel(
                     split, splits, num_turns, start_turn, stop_turn, launch, num_blocks, count,
                     size, N, V, D, scale, softcap, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES,
                     HAS_BIAS, HAS_SOFTCAP, HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS,
-                    HAS_SQUARES, HAS_ARGMAX, HAS_MOMENTS,
+                    HAS_SQUARES, HAS_ARGMAX, HAS_MOMENTS, SEGMENT,
                 ),
             ),
             (
                 load_tiles,
                 (
                     hidden, weight, e_tiles, c_tiles, full, empty, block, split, splits, start_turn,
-                    stop_turn, D, BLOCK_N, ROWS, BLOCK_D, STAGES,
+                    stop_turn, V, D, BLOCK_N, ROWS, BLOCK_D, STAGES, SEGMENT,
                 ),
             ),
         ],

@@ -64,9 +64,39 @@ def raise_reference(
 
 
 @triton.jit
+def fields_at(ptrs, size, FIELDS: tl.constexpr):
+    """Loads the first FIELDS rows of a matrix, at ptrs in the first one."""
+    values = ()
+    for i in tl.static_range(FIELDS):
+        values = values + (tl.load(ptrs + i * size),)  # noqa: RUF005
+    tl.debug_barrier()
+    return values
+
+
+@triton.jit
+def put_back(ptrs, size, values, where, FIELDS: tl.constexpr):
+    """Stores the values of `fields_at` once more, of some tokens."""
+    tl.debug_barrier()
+    for i in tl.static_range(FIELDS):
+        tl.store(ptrs + i * size, values[i], mask=where)
+
+
+@triton.jit
 def slot_of(launch):
     """Returns the slot of the state that a launch writes; it reads its predecessor's."""
     return launch % SLOTS
+
+
+@triton.jit
+def segment_of(split, splits, V, SEGMENT: tl.constexpr):
+    """Returns the first column of the split's segment and the end of its columns, then the split's
+    number in the segment and the segment's splits. SEGMENT: columns of one; 0: there is but one."""
+    if SEGMENT == 0:
+        return V - V, V, split, splits
+    else:
+        per_segment = splits // tl.cdiv(V, SEGMENT)
+        begin = split // per_segment * SEGMENT
+        return begin, tl.minimum(begin + SEGMENT, V), split % per_segment, per_segment
 
 
 @triton.jit

@@ -35,8 +35,24 @@ def shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS: tl.conste
     return GROUPS * splits, tl.minimum(tl.cdiv(programs, splits), blocks)
 
 
-# One binary for every GPU of an architecture.
-@triton.jit(do_not_specialize=["N", "programs", "cached_blocks", "grid"])
+@triton.jit
+def first_products(
+    hidden_ptr, rows, counts, first_ptr, D, stride_hn, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Returns the products of tokens with a row of the weight, [BLOCK_N]."""
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        dims = start + tl.arange(0, BLOCK_D)
+        inside = counts[:, None] & (dims < D)[None, :]
+        e_ptrs = hidden_ptr + rows[:, None] * stride_hn + dims[None, :]
+        e = tl.load(e_ptrs, mask=inside, other=0.0).to(tl.float32)
+        first = tl.load(first_ptr + dims, mask=dims < D, other=0.0).to(tl.float32)
+        total += tl.sum(e * first[None, :], 1)
+    return total
+
+
+# One binary for every GPU of an architecture, and for every number of segments.
+@triton.jit(do_not_specialize=["N", "programs", "cached_blocks", "grid", "segments"])
 def pack_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
     weight_ptr,  # [V, D], inner stride 1
@@ -45,7 +61,7 @@ def pack_kernel(
     target_ptr,  # [N] int32, -1: none here
     count_ptr,  # [1] int32
     packed_ptr,  # [N_padded, stride_pn]: out, 0 for tokens that don't count
-    lower_ptr,  # [N_padded] lower bound of lse, log2: out
+    lower_ptr,  # [S, N_padded] lower bound of lse, log2, of each segment alone: out
     shape_ptr,  # [3] int32: blocks and splits of the forward, blocks at a time: out
     N,
     D,
@@ -54,6 +70,7 @@ def pack_kernel(
     programs,  # at a time
     cached_blocks,
     grid,
+    segments,
     stride_hn,
     stride_wv,
     stride_pn,
@@ -65,6 +82,8 @@ def pack_kernel(
     HAS_SOFTCAP: tl.constexpr,
     TOKENS: tl.constexpr,
     GROUPS: tl.constexpr,  # splits that one program of the forward computes side by side
+    SEGMENT: tl.constexpr,  # columns of a segment; 0: there is but one
+    SPLITS: tl.constexpr,  # of a segment; 0: `shape_of` chooses
 ):
     """Packs BLOCK_N tokens. Two logits, the target's and the first column's, bound lse before any
     tile is computed."""
@@ -88,9 +107,10 @@ def pack_kernel(
             mask=here[:, None] & inside[None, :],
             other=0.0,
         ).to(tl.float32)
-        first = tl.load(weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
         of_target += tl.sum(e.to(tl.float32) * c, 1)
-        of_first += tl.sum(e.to(tl.float32) * first[None, :], 1)
+        if SEGMENT == 0:
+            first = tl.load(weight_ptr + dims, mask=inside, other=0.0).to(tl.float32)
+            of_first += tl.sum(e.to(tl.float32) * first[None, :], 1)
         tl.store(
             packed_ptr + tokens.to(tl.int64)[:, None] * stride_pn + dims[None, :],
             e,
@@ -98,22 +118,38 @@ def pack_kernel(
         )
     if HAS_BIAS:
         of_target += tl.load(bias_ptr + target, mask=here, other=0.0).to(tl.float32)
-        of_first += tl.load(bias_ptr).to(tl.float32)
     if HAS_SOFTCAP:
         of_target, _ = softcapped(of_target, softcap, False)
-        of_first, _ = softcapped(of_first, softcap, False)
-    ref = tl.full((BLOCK_N,), LOWEST, tl.float32)
-    # An infinite logit, or NaN, is no bound.
     scale = scale_of(scale, tokens)
-    of_first *= scale * LOG2E
-    ref = tl.where(tl.abs(of_first) < 1e30, of_first, ref)
     of_target *= scale * LOG2E
-    ref = tl.where(here & (tl.abs(of_target) < 1e30), tl.maximum(ref, of_target), ref)
-    ref = tl.where(counts, ref, HIGHEST)
+    for segment in range(segments):
+        if SEGMENT > 0:
+            first_ptr = weight_ptr + tl.cast(segment, tl.int64) * SEGMENT * stride_wv
+            of_first = first_products(
+                hidden_ptr, rows, counts, first_ptr, D, stride_hn, BLOCK_N, BLOCK_D
+            )
+        if HAS_BIAS:
+            of_first += tl.load(bias_ptr + segment * SEGMENT).to(tl.float32)
+        if HAS_SOFTCAP:
+            of_first, _ = softcapped(of_first, softcap, False)
+        of_first *= scale * LOG2E
+        ref = tl.full((BLOCK_N,), LOWEST, tl.float32)
+        # An infinite logit, or NaN, is no bound.
+        ref = tl.where(tl.abs(of_first) < 1e30, of_first, ref)
+        bounds = here & (tl.abs(of_target) < 1e30)
+        if SEGMENT > 0:
+            bounds = bounds & (target // SEGMENT == segment)
+        ref = tl.where(bounds, tl.maximum(ref, of_target), ref)
+        ref = tl.where(counts, ref, HIGHEST)
+        tl.store(lower_ptr + segment * N_padded + tokens, ref, mask=tokens < N_padded)
     blocks = tl.maximum(tl.cdiv(tl.load(count_ptr), TOKENS), 1)
-    tl.store(lower_ptr + tokens, ref, mask=tokens < N_padded)
     if tl.program_id(0) == 0:
-        splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)
+        if SPLITS > 0:
+            # As many whatever the number of tokens is.
+            splits = segments * SPLITS
+            at_once = tl.minimum(blocks, cached_blocks)
+        else:
+            splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)
         tl.store(shape_ptr, blocks)
         tl.store(shape_ptr + 1, splits)
         tl.store(shape_ptr + 2, at_once)
