@@ -11,7 +11,7 @@ import typer
 from benchmarks.cli.converge import converge_command, parse_power
 from benchmarks.cli.heads import heads_command
 from benchmarks.cli.ranks import megatron_command, pipeline_command
-from benchmarks.cli.rl import logprobs_command
+from benchmarks.cli.rl import grpo_command, logprobs_command
 from cce_dist.bench import arguments as arg
 from cce_dist.needs.extras import need_modules
 
@@ -25,6 +25,7 @@ SHOWN = (
 
 app = typer.Typer()
 app.command("converge")(converge_command)
+app.command("grpo")(grpo_command)
 app.command("heads")(heads_command)
 app.command("logprobs")(logprobs_command)
 app.command("megatron")(megatron_command)

@@ -1,4 +1,4 @@
-"""`cce-dist bench logprobs`."""
+"""`cce-dist bench logprobs` and `bench grpo`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from cce_dist.bench import arguments as arg
+from cce_dist.needs.extras import need_modules
 
 # The columns of the terminal's table.
 SHOWN = (
@@ -72,3 +73,45 @@ def logprobs_command(
             report.finish_case([{name: row[name] for name in SHOWN} for row in shown])
     except DeviceLostError as error:
         restart_without(error)
+
+
+def grpo_command(
+    method: Annotated[
+        arg.Names,
+        typer.Option(help="dense, filtered, exact; may be repeated. [dense, filtered]"),
+    ] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(min=0, help="May be repeated. [0, 1, 2]")
+    ] = None,
+    steps: arg.Size = 300,
+    warm_up: Annotated[int, typer.Option(min=0, help="Most supervised steps before.")] = 1000,
+    prompts: Annotated[int, typer.Option(min=1, help="A step, with 8 answers each.")] = 128,
+    vocab: Annotated[int, typer.Option(min=12)] = 4096,
+    dim: Annotated[int, typer.Option(min=32, help="A multiple of 32.")] = 128,
+    layers: arg.Size = 2,
+    dtype: arg.Dtype = "bfloat16",
+    device: arg.Device = "cuda",
+    csv_path: arg.CsvPath = None,
+    json_path: arg.JsonPath = None,
+) -> None:
+    """GRPO runs of a small model that adds numbers, with dense log-probabilities and with ours.
+
+    Files have a row for each step; the terminal compares each run's first ten steps with its last
+    ten. A supervised warm-up, which the methods share, ends when 15 % of the answers are right.
+    """
+    need_modules("transformers")
+    from benchmarks.rl.grpo import Plan, bench_grpo, summarize
+    from cce_dist.bench.report import Cells, Report
+
+    cells: Cells = {"V": vocab, "D": dim, "layers": layers, "prompts": prompts, "dtype": dtype}
+    with arg.refusals():
+        where, wanted = arg.device_of(device), arg.dtype_of(dtype)
+        plan = Plan(steps, warm_up, prompts, vocab, dim, layers, where, wanted)
+        report = Report(arg.machine_of(device, 0), csv_path, json_path)
+        rows = bench_grpo(
+            plan,
+            method or ["dense", "filtered"],
+            [0, 1, 2] if seed is None else seed,
+            save=lambda rows: report.add(cells, rows),
+        )
+    report.finish_case(summarize(rows))
