@@ -11,6 +11,7 @@ import typer
 from benchmarks.cli.converge import converge_command, parse_power
 from benchmarks.cli.heads import heads_command
 from benchmarks.cli.ranks import megatron_command, pipeline_command
+from benchmarks.cli.rl import grpo_command, logprobs_command
 from cce_dist.bench import arguments as arg
 from cce_dist.needs.extras import need_modules
 
@@ -24,7 +25,9 @@ SHOWN = (
 
 app = typer.Typer()
 app.command("converge")(converge_command)
+app.command("grpo")(grpo_command)
 app.command("heads")(heads_command)
+app.command("logprobs")(logprobs_command)
 app.command("megatron")(megatron_command)
 app.command("pipeline")(pipeline_command)
 

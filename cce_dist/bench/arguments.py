@@ -19,6 +19,8 @@ from cce_dist.options import LossOptions, require_finite
 from cce_dist.train.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from .inputs import BenchInputs, Shape
 
 
@@ -128,6 +130,37 @@ def shapes_of(kind: str, texts: Names, tokens: int | None, vocab: int, dim: int)
     return [Shape(tokens or 2048, vocab, dim)]
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Returns the dtype of this name.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    import torch
+
+    wanted = getattr(torch, name, None)
+    if not isinstance(wanted, torch.dtype):
+        raise ValueError(f"dtype must name a torch dtype, got {name!r}")
+    return wanted
+
+
+def device_of(name: str) -> torch.device:
+    """Returns the device of this name.
+
+    Raises:
+        ValueError: torch has no such device, or it is a GPU and there is none.
+    """
+    import torch
+
+    try:
+        where = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must name a torch device, got {name!r}: {error}") from None
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be cpu where torch finds no GPU, got {name!r}")
+    return where
+
+
 def cases_of(
     inputs: Names,
     shape: Names,
@@ -145,19 +178,9 @@ def cases_of(
     Raises:
         ValueError: an argument is wrong; this is checked now.
     """
-    import torch
-
     from .inputs import KINDS, make_inputs
 
-    wanted = getattr(torch, dtype, None)
-    if not isinstance(wanted, torch.dtype):
-        raise ValueError(f"dtype must name a torch dtype, got {dtype!r}")
-    try:
-        where = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device must name a torch device, got {device!r}: {error}") from None
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be cpu where torch finds no GPU, got {device!r}")
+    wanted, where = dtype_of(dtype), device_of(device)
     LossOptions(softcap=softcap)  # refuses other values
     require_finite("entropy-bonus", entropy_bonus)
 

@@ -28,9 +28,10 @@ FORMATS = {
     for spec, names in {
         ".0f": "over_gradients_mib peak_extra_mib tokens_per_s",
         ".1f": "calls seconds seconds_to_loss",
-        ".2f": "of_dense of_matmul of_roofline peak_gib times_faster",
+        ".2f": "of_dense of_fastest_peer of_matmul of_roofline peak_gib times_faster",
         ".3f": "kernel_ms of_sum",
-        ".4f": "kept least_kept least_kept_alone mean_loss most_kept most_kept_alone",
+        ".4f": "clipped entropy first_reward kept last_reward least_kept least_kept_alone "
+        "mean_loss most_kept most_kept_alone reward",
         ".3g": "tflop_per_s",
     }.items()
     for name in names.split()
@@ -163,11 +164,12 @@ class Report:
     def say(self, text: str) -> None:
         self.console.print(text, style="dim", highlight=False)
 
-    def finish_case(self) -> None:
-        """Shows the rows of the current case, and ends it."""
+    def finish_case(self, shown: Sequence[Cells] | None = None) -> None:
+        """Shows the rows of the current case, or those `shown` in their place, and ends it."""
         if self.current is None:
             return
         description, rows = self.current
+        rows = rows if shown is None else shown
         self.cases.append(self.current)
         self.current = None
         title = ", ".join(f"{key} {value}" for key, value in description.items())

@@ -25,6 +25,10 @@ EXPERIMENTS = {
     "Apple's.",
     "listed": "Log-probabilities under a support of some ids a token, and with candidates; of all "
     "ids.",
+    "logprobs": "Log-probabilities, entropy and accuracy with a policy's gradients: ours, TRL's, "
+    "verl's, Liger's.",
+    "grpo": "GRPO runs of a small model that adds numbers, with dense log-probabilities and with "
+    "ours.",
     "rollout": "Log-probabilities of a trainer beside a top-p sampler's, with its support and "
     "without.",
     "fidelity": "Gradients of every method over its thresholds against float64, by token "

@@ -1,0 +1,1 @@
+"""Experiments with log-probabilities for reinforcement learning."""
