@@ -101,8 +101,10 @@ def dense(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogprobs:
     return TokenLogprobs(logprobs, entropy, correct=logits.argmax(-1) == targets)
 
 
-def ours(gradient: GradientOfEach, stats: tuple[LogprobStat, ...] = STATS) -> TokenFunction:
-    return partial(token_logprobs, gradient=gradient, stats=stats)
+def ours(
+    gradient: GradientOfEach, stats: tuple[LogprobStat, ...] = STATS, *, invariant: bool = False
+) -> TokenFunction:
+    return partial(token_logprobs, gradient=gradient, stats=stats, invariant=invariant)
 
 
 def trl() -> TokenFunction:
@@ -181,6 +183,7 @@ def _built(make: Callable[[], TokenFunction], policy: Policy) -> Built:
 CONTENDERS = {
     "filtered": Contender("ours", partial(_built, partial(ours, "filtered"))),
     "exact": Contender("ours", partial(_built, partial(ours, "exact"))),
+    "invariant": Contender("ours", partial(_built, partial(ours, "exact", invariant=True))),
     "filtered-plain": Contender(
         *("ours", partial(_built, partial(ours, "filtered", ()))),
         entropy=False,
@@ -188,6 +191,11 @@ CONTENDERS = {
     ),
     "exact-plain": Contender(
         *("ours", partial(_built, partial(ours, "exact", ()))),
+        entropy=False,
+        note="log-probabilities alone",
+    ),
+    "invariant-plain": Contender(
+        *("ours", partial(_built, partial(ours, "exact", (), invariant=True))),
         entropy=False,
         note="log-probabilities alone",
     ),
