@@ -142,7 +142,9 @@ def test_ranks_have_the_same_bytes(
         assert_same_bytes(joined, one)
 
 
+@pytest.mark.gpu
 @pytest.mark.multigpu
+@pytest.mark.timeout(280)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "sequence_parallel"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_two_gpus_have_the_same_bytes(split: bool, dtype: str) -> None:

@@ -61,32 +61,40 @@ def pair_gradients(
     hidden: Tensor, head: Head, request: PairsRequest, grad: Tensor, out: PairsGrads
 ) -> None:
     """Computes the gradients: see `protocol.Backend.pair_gradients`."""
-    head, hidden = for_kernels(head), with_unit_inner_stride(hidden)
-    pairs, weight, dim = request.pairs, head.weight, hidden.shape[1]
-    grad = grad.contiguous()
+    head, hidden, grad = for_kernels(head), with_unit_inner_stride(hidden), grad.contiguous()
     if out.hidden is not None:
-        # Rows without pairs stay 0.
-        out.hidden.zero_()
-        block_pairs, dims, warps = HIDDEN
-        block = _dims(hidden, dims)
-        if len(pairs.ids):
-            start(pair_hidden_kernel, (len(pairs.offsets) - 1, triton.cdiv(dim, block)))(
-                weight,
-                pairs.rows,
-                request.columns(head),
-                pairs.offsets,
-                grad,
-                out.hidden,
-                dim,
-                weight.stride(0),
-                BLOCK_P=block_pairs,
-                BLOCK_D=block,
-                num_warps=warps,
-            )
-    if out.weight is None and out.bias is None:
-        return
-    ids, columns = pairs.ids[pairs.order], weight.shape[0]
-    rows, grad = pairs.rows[pairs.order], grad[pairs.order]
+        _hidden_gradient(head, request, grad, out.hidden)
+    if out.weight is not None or out.bias is not None:
+        _gradients_of_ids(hidden, head, request, grad, out)
+
+
+def _hidden_gradient(head: Head, request: PairsRequest, grad: Tensor, out: Tensor) -> None:
+    pairs, weight, dim = request.pairs, head.weight, out.shape[1]
+    # Rows without pairs stay 0.
+    out.zero_()
+    block_pairs, dims, warps = HIDDEN
+    block = _dims(out, dims)
+    if len(pairs.ids):
+        start(pair_hidden_kernel, (len(pairs.offsets) - 1, triton.cdiv(dim, block)))(
+            weight,
+            pairs.rows,
+            request.columns(head),
+            pairs.offsets,
+            grad,
+            out,
+            dim,
+            weight.stride(0),
+            BLOCK_P=block_pairs,
+            BLOCK_D=block,
+            num_warps=warps,
+        )
+
+
+def _gradients_of_ids(
+    hidden: Tensor, head: Head, request: PairsRequest, grad: Tensor, out: PairsGrads
+) -> None:
+    pairs, columns, dim = request.pairs, head.weight.shape[0], hidden.shape[1]
+    ids, rows, grad = (x[pairs.order] for x in (pairs.ids, pairs.rows, grad))
     has_weight, has_bias = out.weight is not None, out.bias is not None
     dims, warps = WEIGHT
     block = _dims(hidden, dims)

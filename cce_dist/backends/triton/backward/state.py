@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from cce_dist.backends.protocol import BackwardRequest
+from cce_dist.backends.protocol import BackwardRequest, Room
 from cce_dist.backends.triton.backward.upstream import TokenUpstream
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import TILE, ListedLogits, Lists
@@ -41,7 +41,7 @@ LEAST_OF_A_PIECE = 1024
 
 
 def _pieces_and_room(
-    num_tokens: int, weight: Tensor, kept: KeptColumns | None, workspace_bytes: int, splits: bool
+    num_tokens: int, weight: Tensor, kept: KeptColumns | None, whole: Room, splits: bool
 ) -> tuple[int, int]:
     """Returns the number of pieces of the columns (one unless `splits`), each with a separate
     hidden gradient, and the bytes of the workspace that are left for chunks.
@@ -50,6 +50,7 @@ def _pieces_and_room(
     Few tokens with one piece would leave most of a device idle.
     """
     num_columns, dim = weight.shape
+    workspace_bytes = whole.workspace_bytes
     num_blocks, tiles = triton.cdiv(num_tokens, TOKEN_BLOCK), tiles_for(weight)
     if kept is None:
         room, slice_dims = workspace_bytes - 160 * num_blocks * TOKEN_BLOCK, tiles.columns
@@ -120,21 +121,19 @@ class BackwardState:
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
         # The workspace of kept logits already takes all of the room.
         splits = request.hidden is not None and store is None and not request.invariant
-        num_bytes = request.room.workspace_bytes
-        pieces, room = _pieces_and_room(len(tokens), weight, kept, num_bytes, splits)
+        pieces, room = _pieces_and_room(len(tokens), weight, kept, request.room, splits)
         listed = store if kept is not None and isinstance(store, ListedLogits) else None
         logits = store if isinstance(store, KeptLogits) else None
         by_torch = logits is not None and logits.by_torch
+        marks = None if kept is None else kept.marks
         per_token = TokenUpstream.of(
             tokens,
             head,
-            request.stats,
-            upstream,
-            kept.marks.log_dropped if kept is not None and kept.tail else None,
-            None if kept is None else kept.marks.order,
+            request,
+            marks.log_dropped if kept is not None and marks is not None and kept.tail else None,
+            None if marks is None else marks.order,
             num_blocks,
             by_torch=by_torch,
-            alone=request.invariant,
         )
         state = cls(
             num_tokens=len(tokens),

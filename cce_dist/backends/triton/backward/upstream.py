@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cce_dist.backends.protocol import BackwardRequest
 from cce_dist.backends.triton.kernels.backward.upstream import upstream_kernel
 from cce_dist.backends.triton.launch.arguments import pad_tokens, rows_of
 from cce_dist.backends.triton.launch.start import is_compiling_only, start
-from cce_dist.core.stats import Stats
-from cce_dist.core.types import Head, Tokens, Upstream, largest_operand
+from cce_dist.core.types import Head, Tokens, largest_operand
 from cce_dist.options import TOKEN_BLOCK
 
 
@@ -39,16 +39,14 @@ class TokenUpstream:
         cls,
         tokens: Tokens,
         head: Head,
-        stats: Stats,  # [N] over all ranks
-        upstream: Upstream,
+        request: BackwardRequest,
         log_dropped: Tensor | None,  # [N]: see `Marks`; None: no tail
         order: Tensor | None,  # [N] of the blocks' tokens; None: the caller's
         num_blocks: int,
         *,
         by_torch: bool,  # torch's products follow, which take d_logits whole and undivided
-        alone: bool = False,  # nothing of a token follows from other tokens
     ) -> TokenUpstream:
-        lse = stats.lse
+        stats, upstream, lse = request.stats, request.upstream, request.stats.lse
         rows, count = rows_of(tokens)
         size = num_blocks * TOKEN_BLOCK
         grads = [upstream.nll, upstream.lse, upstream.entropy, upstream.smooth_logit]
@@ -57,7 +55,7 @@ class TokenUpstream:
         of_elements = grads[3] is not None and (head.softcap is not None or by_torch)
         linear = grads[3] is not None and not of_elements
         of_tokens = [*grads[:3], grads[3] if of_elements else None]
-        divides = head.weight.element_size() == 2 and not by_torch and not alone
+        divides = head.weight.element_size() == 2 and not by_torch and not request.invariant
         divides = divides and any(g is not None for g in of_tokens)
         has_entropy_tail = log_dropped is not None and grads[2] is not None
 

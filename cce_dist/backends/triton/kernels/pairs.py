@@ -130,17 +130,17 @@ def pair_weight_kernel(
     end = tl.load(starts_ptr + column + 1)
     # Pairs before the first bound of parts; each later part has its sum.
     first = begin // PART + 1
-    own = tl.minimum(end, first * PART)
+    middle = tl.minimum(end, first * PART)
     last = tl.where(end > begin, (end - 1) // PART + 1, first)
     if HAS_WEIGHT:
         dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-        total = sum_rows(begin, own, hidden_ptr, rows_ptr, grad_ptr, dims, D, stride_hn)
+        total = sum_rows(begin, middle, hidden_ptr, rows_ptr, grad_ptr, dims, D, stride_hn)
         for part in range(first, last):
             total += tl.load(parts_ptr + part * D + dims, mask=dims < D, other=0.0)
         value = total.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + column * stride_ov + dims, value, mask=dims < D)
     if HAS_BIAS:
-        total = sum_grads(begin, own, rows_ptr, grad_ptr, PART)
+        total = sum_grads(begin, middle, rows_ptr, grad_ptr, PART)
         for part in range(first, last):
             total += tl.load(of_bias_ptr + part)
         tl.store(bias_ptr + column, total, mask=tl.program_id(1) == 0)

@@ -10,6 +10,7 @@ from cce_dist.backends.triton.kernels.forward.launches import (
     end_turn,
     fields_at,
     first_turn,
+    place_of,
     put_back,
     raise_reference,
     segment_of,
@@ -48,6 +49,35 @@ def dequantized(
 @triton.jit
 def overflowed(x):
     return (x != x) | (x == float("inf"))
+
+
+@triton.jit
+def has_overflowed(sum_ptrs, squares_ptrs, HAS_SQUARES: tl.constexpr):
+    failed = overflowed(tl.load(sum_ptrs))
+    if HAS_SQUARES:
+        # A square overflows from half that logit on.
+        failed = failed | overflowed(tl.load(squares_ptrs))
+    return failed
+
+
+@triton.jit
+def store_logits(
+    log_p,  # [BLOCK_V, BLOCK_N]
+    logits,
+    logit_ptr,
+    first,  # row and token of the tile
+    N,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    values = log_p.to(logit_ptr.dtype.element_ty)
+    if USE_TMA:
+        logits.store([first[0], first[1]], values)
+    else:
+        at = first[0].to(tl.int64) + tl.arange(0, BLOCK_V)
+        tokens = first[1] + tl.arange(0, BLOCK_N)
+        tl.store(logit_ptr + at[:, None] * N + tokens[None, :], values)
 
 
 @triton.jit
@@ -137,12 +167,7 @@ def forward_kernel(
     splits = tl.load(shape_ptr + 1)
     if tl.program_id(0) >= num_blocks * splits:
         return
-    at_once = tl.load(shape_ptr + 2)
-    first_block = tl.program_id(0) // (at_once * splits) * at_once
-    inner = tl.program_id(0) % (at_once * splits)
-    at_once = tl.minimum(at_once, num_blocks - first_block)
-    block = first_block + inner % at_once
-    split = inner // at_once
+    block, split = place_of(tl.program_id(0), num_blocks, splits, tl.load(shape_ptr + 2))
     count = tl.load(count_ptr)
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     stride = num_blocks * BLOCK_N
@@ -162,10 +187,7 @@ def forward_kernel(
     total = tl.zeros((8, 8, BLOCK_N), tl.float32)
     dropped = tl.zeros((8, 8, BLOCK_N), tl.float32)
     if IS_ROBUST:
-        failed = overflowed(tl.load(state_ptrs + size))
-        if HAS_SQUARES:
-            # A square overflows from half that logit on.
-            failed = failed | overflowed(tl.load(squares_ptrs))
+        failed = has_overflowed(state_ptrs + size, squares_ptrs, HAS_SQUARES)
         turn = 0
         num_turns = tl.where(tl.max(failed.to(tl.int32), 0) > 0, num_turns, 0)
         if num_turns == 0:
@@ -229,13 +251,8 @@ def forward_kernel(
                 )  # fmt: skip
             log_p = x * factor - ref[None, :]
             if HAS_LOGITS:
-                local = (tile - start_tile) * BLOCK_V
-                if USE_TMA:
-                    logits.store([local, block * BLOCK_N], log_p.to(logit_ptr.dtype.element_ty))
-                else:
-                    at = local.to(tl.int64) + tl.arange(0, BLOCK_V)
-                    at = logit_ptr + at[:, None] * N + rows[None, :]
-                    tl.store(at, log_p.to(logit_ptr.dtype.element_ty))
+                at = ((tile - start_tile) * BLOCK_V, block * BLOCK_N)
+                store_logits(log_p, logits, logit_ptr, at, N, BLOCK_V, BLOCK_N, USE_TMA)
             p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
             total += partial_sums(p, BLOCK_V, BLOCK_N)
             if HAS_SURPLUS:

@@ -38,6 +38,7 @@ slot_of = gluon.jit(launches.slot_of.fn)
 turns_until = gluon.jit(launches.turns_until.fn)
 turns_before = gluon.jit(launches.turns_before.fn)
 segment_of = gluon.jit(launches.segment_of.fn)
+place_of = gluon.jit(launches.place_of.fn)
 first_turn = gluon.jit(launches.first_turn.fn)
 end_turn = gluon.jit(launches.end_turn.fn)
 
@@ -174,12 +175,9 @@ def sum_tiles(
     before_ptrs = state_ptr + slot_of(launch + launches.SLOTS - 1) * 4 * size + token
     extras_ptrs = extras_ptr + state_offset + token
     squares_ptrs = extras_ptrs + 7 * size
-    all_splits = GROUPS * splits
-    begin, end, turn_split, splits = segment_of(split, splits, V, SEGMENT)
-    if SEGMENT > 0:
-        lower_ptr += begin // SEGMENT * N
+    begin, end, turn_split, turn_splits = segment_of(split, splits, V, SEGMENT)
     first_ref = start_state(
-        lower_ptr + token, state_ptrs, squares_ptrs, before_ptrs, state_offset, all_splits,
+        lower_ptr + token, state_ptrs, squares_ptrs, before_ptrs, state_offset, GROUPS * splits,
         stride, size, token < count, launch, num_turns, HAS_SCORE, HAS_SURPLUS, HAS_SQUARES,
         HAS_UNKEPT,
     )  # fmt: skip
@@ -195,7 +193,7 @@ def sum_tiles(
     store_log2_scales(log2_scale, token, of_token.index(4 * group + 1))
     keys = key_ptr + state_offset + block * BLOCK_N
     start_stats(
-        stat_tiles, of_token, group, key_ptr + token, extras_ptrs, state_offset, all_splits,
+        stat_tiles, of_token, group, key_ptr + token, extras_ptrs, state_offset, GROUPS * splits,
         stride, size, first_ref, token < count, launch, HAS_ARGMAX, HAS_MOMENTS,
     )  # fmt: skip
     nothing = partial_sums(gl.zeros((ROWS, BLOCK_N), gl.float32, layout), ROWS, BLOCK_N)
@@ -204,9 +202,7 @@ def sum_tiles(
     while turn < stop_turn:
         first = turn
         turn = gl.minimum(turn + gl.maximum(turn - start_turn, 1), stop_turn)
-        total = nothing
-        dropped = nothing
-        unkept = nothing
+        total, dropped, unkept = nothing, nothing, nothing
         number = 0
         for at in range(first, turn):
             x = gl.zeros((ROWS, BLOCK_N), ACCUMULATOR, layout)
@@ -224,7 +220,7 @@ def sum_tiles(
             x = warpgroup_mma_wait(0, deps=(x,))
             thread_barrier()
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-            first_column = begin + ((turn_split + at * splits) * GROUPS + group) * ROWS
+            first_column = begin + ((turn_split + at * turn_splits) * GROUPS + group) * ROWS
             columns = first_column + rows
             inside = columns < end
             number += gl.minimum(gl.maximum(end - first_column, 0), ROWS)
@@ -332,15 +328,12 @@ def hopper_forward_kernel(
     splits = gl.load(shape_ptr + 1) // GROUPS
     if gl.program_id(0) >= num_blocks * splits:
         return
-    at_once = gl.load(shape_ptr + 2)
     count = gl.load(count_ptr)
-    first_block = gl.program_id(0) // (at_once * splits) * at_once
-    inner = gl.program_id(0) % (at_once * splits)
-    at_once = gl.minimum(at_once, num_blocks - first_block)
-    block = first_block + inner % at_once
-    split = inner // at_once
-    begin, end, turn, turns = segment_of(split, splits, V, SEGMENT)
-    num_turns = turns_before(gl.cdiv(end - begin, GROUPS * ROWS), turn, turns)
+    block, split = place_of(gl.program_id(0), num_blocks, splits, gl.load(shape_ptr + 2))
+    begin, end, turn_split, turn_splits = segment_of(split, splits, V, SEGMENT)
+    if SEGMENT > 0:
+        lower_ptr += begin // SEGMENT * N
+    num_turns = turns_before(gl.cdiv(end - begin, GROUPS * ROWS), turn_split, turn_splits)
     num_turns = gl.where(block * BLOCK_N < count, num_turns, 0)
     start_turn = first_turn(launch, num_turns)
     stop_turn = end_turn(launch, num_turns, GROUPS * splits)

@@ -88,6 +88,15 @@ def slot_of(launch):
 
 
 @triton.jit
+def place_of(program, num_blocks, splits, at_once):
+    """Returns a program's token block and split: `at_once` blocks share a split's tiles."""
+    first_block = program // (at_once * splits) * at_once
+    inner = program % (at_once * splits)
+    at_once = tl.minimum(at_once, num_blocks - first_block)
+    return first_block + inner % at_once, inner // at_once
+
+
+@triton.jit
 def segment_of(split, splits, V, SEGMENT: tl.constexpr):
     """Returns the first column of the split's segment and the end of its columns, then the split's
     number in the segment and the segment's splits. SEGMENT: columns of one; 0: there is but one."""
