@@ -92,8 +92,7 @@ class Adapter:
 
     def remove(self) -> None:
         """Puts the framework's functions back."""
-        for hook in self._hooks:
-            sys.meta_path.remove(hook)
+        sys.meta_path[:] = [x for x in sys.meta_path if x not in self._hooks]
         self._hooks.clear()
         self._replaced.restore()
         self.options = None
