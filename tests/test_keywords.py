@@ -36,6 +36,8 @@ IN_PLACE_OF_OTHERS = {
     "cce_dist/testing/interpreter/speed_up.py": {"launch_quietly", "call", "call_args"},
     "cce_dist/integrations/transformers/forward.py": {"forward"},
     "megatron_patch/deferred.py": {"max", "argmax"},
+    "megatron_patch/frameworks/skyrl.py": {"_as_ours", "_output_processor"},
+    "megatron_patch/frameworks/verl.py": {"_fused_output_processor"},
     "megatron_patch/pipeline/over_pipeline.py": {"schedule", "init"},
     "megatron_patch/quantized.py": {"_as_one_step"},
     "megatron_patch/replaced.py": {"_head_call"},

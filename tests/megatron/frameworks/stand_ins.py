@@ -1,0 +1,135 @@
+"""Modules with the names and signatures of the frameworks' own, for machines without them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+VERL = "verl.models.mcore.model_forward_fused"
+SKYRL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
+SKYRL = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
+NEMO_UTILS, NEMO = "nemo_rl.distributed.model_utils", "nemo_rl.models.megatron.train"
+
+_VERL = """
+from dataclasses import dataclass
+
+@dataclass
+class FusedOutputProcessorContext:
+    temperature: float
+
+@dataclass
+class CausalLMOutputForPPO:
+    hidden_states: object = None
+    log_probs: object = None
+    entropy: object = None
+
+def fused_output_processor(
+    *, hidden_states, output_layer, output_weight, labels, context, config, **_ignored
+):
+    return "theirs"
+
+def patch_fused_forward(model):
+    model.is_patched_by_verl = True
+"""
+# As SkyRL's, these shift the targets, and one function below them knows the head.
+_SKYRL_UTILS = """
+def _fused_lm_head_logprob_apply(
+    backend, hidden, weight, target, vocab_start_index, vocab_end_index, chunk_size, tp_group,
+    inference_only=False,
+):
+    return "theirs"
+
+def from_parallel_hidden_to_logprobs(
+    hidden, lm_head_weight, target, vocab_start_index, vocab_end_index, tp_group,
+    inference_only=False, cp_group=None, chunk_size=None, temperature=1.0, fused_backend="torch",
+):
+    if temperature != 1.0:
+        lm_head_weight = lm_head_weight / temperature
+    return _fused_lm_head_logprob_apply(
+        fused_backend, hidden, lm_head_weight, target.roll(-1, -1), vocab_start_index,
+        vocab_end_index, chunk_size, tp_group, inference_only,
+    )[:, :-1]
+
+def from_parallel_hidden_to_logprobs_packed_sequences(
+    hidden, lm_head_weight, target, cu_seqlens_padded, unpacked_seqlen, vocab_start_index,
+    vocab_end_index, group, inference_only=False, cp_group=None, chunk_size=None,
+    attention_mask=None, sub_seq_lengths=None, temperature=1.0, fused_backend="torch",
+):
+    # One sequence, without padding.
+    if temperature != 1.0:
+        lm_head_weight = lm_head_weight / temperature
+    return _fused_lm_head_logprob_apply(
+        fused_backend, hidden, lm_head_weight, target.roll(-1, -1), vocab_start_index,
+        vocab_end_index, chunk_size, group, inference_only,
+    )[:, :-1]
+
+def _fused_vocab_parallel_entropy_from_hidden(
+    hidden, lm_head_weight, tp_group, chunk_size=None, temperature=1.0
+):
+    return "theirs"
+"""
+_SKYRL = f"""
+from {SKYRL_UTILS} import (
+    _fused_vocab_parallel_entropy_from_hidden,
+    from_parallel_hidden_to_logprobs,
+    from_parallel_hidden_to_logprobs_packed_sequences,
+)
+
+def _fused_lm_head_output_processor(**kwargs):
+    return "theirs"
+"""
+_NEMO_UTILS = """
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states, output_weight_layer, runtime_gather_output, target,
+    vocab_start_index, vocab_end_index, tp_group, inference_only=False, cp_group=None,
+    chunk_size=None,
+):
+    return "theirs"
+"""
+_NEMO = """
+def apply_temperature_scaling(logits, sampling_params):
+    return logits / sampling_params.temperature
+"""
+SOURCES = {
+    VERL: _VERL,
+    SKYRL_UTILS: _SKYRL_UTILS,
+    SKYRL: _SKYRL,
+    NEMO_UTILS: _NEMO_UTILS,
+    NEMO: _NEMO,
+}
+
+
+@contextmanager
+def stand_ins(sources: dict[str, str] = SOURCES) -> Iterator[None]:
+    """Makes the modules importable; they are imported by nobody yet."""
+    tops = {name.partition(".")[0] for name in sources}
+
+    def forget() -> None:
+        for name in [x for x in sys.modules if x.partition(".")[0] in tops]:
+            del sys.modules[name]
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, source in sources.items():
+            path = Path(folder, *name.split("."))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".py").write_text(source)
+            # Of an installed framework the folders here would be no part, without these.
+            for package in path.relative_to(folder).parents[:-1]:
+                Path(folder, package, "__init__.py").touch()
+        forget()
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()
+        try:
+            yield
+        finally:
+            sys.path.remove(folder)
+            forget()
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(name)
