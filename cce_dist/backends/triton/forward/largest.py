@@ -22,8 +22,8 @@ def largest(tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
         state.launch(None, launch)
     assert state.buffers.extras is not None
     operands = (state.buffers.extras, state.shape, state.count, state.targets)
-    merged = merge_extras(*operands, state.wanted, head)
-    value, index = (row[: len(tokens)] for row in merged[:2])
+    merged = merge_extras(*operands, state.wanted, head, segments=1)
+    value, index = (row[0, : len(tokens)] for row in merged[:2])
     # The kernel's maximum may pass over a NaN; lse does not. lse is also NaN where the largest
     # logit is infinite, which is a number here.
     is_number = ~state.merge(last).lse[: len(tokens)].isnan() | (value == torch.inf)
