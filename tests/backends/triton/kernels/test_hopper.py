@@ -26,11 +26,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from cce_dist.backends.triton.kernels.forward.hopper import hopper_forward_kernel as kernel
+from cce_dist.backends.triton.kernels.forward.hopper import hopper_forward_kernel
+from cce_dist.backends.triton.kernels.forward.hopper_logits import hopper_logits_kernel
 
 TYPES = {
     "bias": "bf16", "column": "fp32", "token": "fp32", "count": "i32", "shape": "i32",
     "lower": "fp32", "state": "fp32", "mass": "bf16", "extras": "fp32", "key": "i64",
+    "logit": "fp16", "kept_ref": "fp32",
 }
 STATISTICS = ("SURPLUS", "SQUARES", "ARGMAX", "MOMENTS")
 # Each flag once and once not; test_compiles.py compiles the plain one.
@@ -39,6 +41,7 @@ KINDS = {
     "bf16 with a softcap and a filter": (gl.bfloat16, True, True),
     "i8": (gl.int8, True, False),
     "i8 with a large softcap": (gl.int8, True, True),
+    "bf16 whose logits are kept": (gl.bfloat16, False, True),
 }
 for kind, (dtype, score, softcap) in KINDS.items():
     if kind.split()[0] != sys.argv[1]:
@@ -53,6 +56,8 @@ for kind, (dtype, score, softcap) in KINDS.items():
         "SEGMENT": 4096 if "statistics" in kind else 0,
         **{f"HAS_{sums}": "statistics" in kind for sums in STATISTICS},
     }
+    kernel = hopper_logits_kernel if "kept" in kind else hopper_forward_kernel
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {}
     for name in kernel.arg_names:
         if name in constants:

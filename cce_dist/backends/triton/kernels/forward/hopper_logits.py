@@ -17,6 +17,7 @@ from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper import (
     GROUPS,
     load_tiles,
+    place_of,
     slot_of,
     turns_before,
 )
@@ -192,13 +193,8 @@ def hopper_logits_kernel(
     splits = gl.load(shape_ptr + 1) // GROUPS
     if gl.program_id(0) >= num_blocks * splits:
         return
-    at_once = gl.load(shape_ptr + 2)
     count = gl.load(count_ptr)
-    first_block = gl.program_id(0) // (at_once * splits) * at_once
-    inner = gl.program_id(0) % (at_once * splits)
-    at_once = gl.minimum(at_once, num_blocks - first_block)
-    block = first_block + inner % at_once
-    split = inner // at_once
+    block, split = place_of(gl.program_id(0), num_blocks, splits, gl.load(shape_ptr + 2))
     num_turns = turns_before(gl.cdiv(V, GROUPS * ROWS), split, splits)
     num_turns = gl.where(block * BLOCK_N < count, num_turns, 0)
 
@@ -237,7 +233,7 @@ def hopper_logits_kernel(
                 load_tiles,
                 (
                     hidden, weight, e_tiles, c_tiles, full, empty, block, split, splits, 0,
-                    num_turns, D, BLOCK_N, ROWS, BLOCK_D, STAGES,
+                    num_turns, V, D, BLOCK_N, ROWS, BLOCK_D, STAGES, 0,
                 ),
             ),
         ],
