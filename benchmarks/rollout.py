@@ -80,6 +80,9 @@ def _trainers(
                 e, c, ids, temperature=temperature, support=support if replayed else None
             )
             yield {"method": "token_logprobs", **cells}, ours.logprobs
+            if not replayed:
+                same = token_logprobs(e, c, ids, temperature=temperature, invariant=True)
+                yield {"method": "invariant", **cells}, same.logprobs
 
 
 def dense_logprobs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
