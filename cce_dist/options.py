@@ -317,20 +317,19 @@ class LossOptions:
     def _refuse_variant(self) -> None:
         """Refuses options with which a token's results follow from other tokens, or from ranks."""
         wrong = {
-            f"gradient={self.gradient!r}": self.gradient == "in_forward",
-            f"logits={self.logits!r}": self.logits != "full",
-            f"filter={self.filter!r}": self.filter != Filter(),
-            "keep_logits=True": self.keep_logits is True,
-            f"label_smoothing={self.label_smoothing!r}": self.label_smoothing != 0,
-            'stats "tail_mass"': "tail_mass" in self.stats,
-            'stats "screened"': "screened" in self.stats,
+            "gradient": self.gradient == "in_forward",
+            "logits": self.logits != "full",
+            "filter": self.filter != Filter(),
+            "keep_logits": self.keep_logits is True,
+            "label_smoothing": self.label_smoothing != 0,
+            "stats": "tail_mass" in self.stats or "screened" in self.stats,
         }
         for name, is_wrong in wrong.items():
             if is_wrong:
                 raise ValueError(
                     "invariant=True computes every column in one order, whatever the other tokens "
-                    f"and the number of ranks are, and cannot do so with {name}; leave one of them "
-                    "out"
+                    "and the number of ranks are, and cannot do so with "
+                    f"{name}={getattr(self, name)!r}; leave one of them out"
                 )
 
     def _refuse_unscreened(self) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from cce_dist import Filter, VocabShard, linear_cross_entropy, token_logprobs
 from cce_dist.testing import (
@@ -176,13 +178,33 @@ def test_token_logprobs_and_its_temperature() -> None:
     assert_same_bytes(run(at), {name: x[at] for name, x in whole.items()})
 
 
+def on_a_mesh(group: Any) -> dict[str, Tensor]:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    inputs = inputs_of(40, 64, torch.float32)
+    hidden = distribute_tensor(inputs.hidden, mesh, [Shard(0)]).requires_grad_()
+    weight = distribute_tensor(inputs.weight, mesh, [Shard(0)])
+    targets = distribute_tensor(inputs.targets, mesh, [Replicate()])
+    found = token_logprobs(hidden, weight, targets, stats=("entropy",), invariant=True)
+    found.logprobs.sum().backward()
+    assert isinstance(hidden.grad, DTensor) and isinstance(found.entropy, DTensor)
+    values = {"logprobs": found.logprobs, "entropy": found.entropy, "hidden": hidden.grad}
+    return {name: x.full_tensor().detach() for name, x in values.items()}
+
+
+def test_dtensors_have_the_same_bytes(pool: RankPool) -> None:
+    one, *_ = pool.run(1, on_a_mesh)
+    for size in (2, 4):
+        for found in pool.run(size, on_a_mesh):
+            assert_same_bytes(found, one)
+
+
 WRONG: dict[str, dict[str, Any]] = {
     "gradient='in_forward'": {"gradient": "in_forward", "reduction": "mean"},
     "logits='screened'": {"logits": "screened"},
     "filter=": {"filter": Filter(keep=0.1)},
     "keep_logits=True": {"gradient": "exact", "keep_logits": True},
     "label_smoothing=0.1": {"label_smoothing": 0.1},
-    'stats "tail_mass"': {"stats": ("tail_mass",)},
+    "stats=": {"stats": ("lse", "tail_mass")},
 }
 
 

@@ -24,7 +24,7 @@ from cce_dist import (
     token_logprobs,
 )
 from cce_dist.ranks.mpi import MPIGroup
-from cce_dist.testing import DTYPES, TORCH_CPU, TRITON_CPU, Place, grid
+from cce_dist.testing import DTYPES, TORCH_CPU, TRITON_CPU, TRITON_CUDA, Place, grid
 from tests.frontend.compile.compile_cases import BATCH, CLASSES, DIM, LENGTH, SOME, WARNING, made
 from tests.support.grids import GPU_PLACES, joined
 from tests.support.listed_cases import STATS, Listing
@@ -208,6 +208,21 @@ def test_compiled_with_a_temperature_of_each_token(place: Place, learned: bool, 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for found, expected in zip(gradients(compiled), gradients(run), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(**grid(places=(TORCH_CPU, TRITON_CPU, TRITON_CUDA)))
+def test_compiled_has_the_bytes_of_eager_with_invariant(place: Place) -> None:
+    tensors = made(torch.float32, place.device)
+    stats = ("lse", "entropy", "correct", "sum_p2")
+
+    def run(hidden: Tensor, **more: Tensor) -> Any:
+        given = {"reduction": "none", "stats": stats, "invariant": True, **place.options}
+        return linear_cross_entropy(2 * hidden, **more, **given)  # pyright: ignore
+
+    eager = step(run, tensors)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for name, found in step(compiled, tensors).items():
+        assert torch.equal(found, eager[name]), name
 
 
 @pytest.mark.parametrize("supported", [True, False])
