@@ -52,8 +52,8 @@ LARGEST_K = 128
 class TokenLogprobs(NamedTuple):
     """Log-probabilities of each token, and the statistics that were asked for; others are None.
 
-    Fields have targets' (shifted) shape, fp32 (float64 for float64 inputs), and are 0 where a token
-    is left out.
+    Unless a comment says otherwise fields have targets' (shifted) shape, in fp32 (float64 for
+    float64 inputs). All are 0 where a token is left out.
     """
 
     logprobs: Tensor  # natural log of the target's probability; differentiable
@@ -109,7 +109,7 @@ def token_logprobs(
         support: the token ids that the sampler allowed at each token: the softmax is over these
             alone, and so are all statistics. A target outside has log-probability -inf and no
             gradient; the result's `outside` counts such targets. The cost is in proportion to the
-            number of ids: some 60 bytes an id, and a row of weight read twice. `filter` and
+            number of ids: some 100 bytes an id, and a row of weight read twice. `filter` and
             `gradient` have no effect: every listed id has its gradient. temperature may require
             grad in any case.
         candidates: further ids at each token whose log-probabilities are wanted, aligned with

@@ -28,8 +28,8 @@ def logprobs_command(
     method: Annotated[
         arg.Names,
         typer.Option(
-            help="filtered, exact, filtered-plain, exact-plain, dense, trl, verl, torch-compile, "
-            "liger-grpo; may be repeated. [all that can run]"
+            help="filtered, exact, invariant, filtered-plain, exact-plain, invariant-plain, dense, "
+            "trl, verl, torch-compile, liger-grpo; may be repeated. [all that can run]"
         ),
     ] = None,
     peer_path: arg.PeerPath = None,

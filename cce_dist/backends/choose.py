@@ -24,10 +24,13 @@ def choose_backend(options: LossOptions, hidden: Tensor, num_tokens: int, column
             or the backend that can run lacks a feature that the options ask for.
     """
     chosen = _choose(options.backend, hidden, num_tokens, columns)
+    by_kernels = chosen is not TORCH
+    # A rank without columns refuses what the others refuse: they would else wait for each other.
+    if options.invariant and num_tokens:
+        _check_invariant(hidden, by_kernels)
     # Without tokens or columns there are no logits to keep or to screen.
     if not num_tokens or not columns:
         return chosen
-    by_kernels = chosen is not TORCH
     if options.keep_logits and not by_kernels:
         raise ValueError(
             'keep_logits=True needs the kernels of backend="triton", but '
@@ -35,8 +38,6 @@ def choose_backend(options: LossOptions, hidden: Tensor, num_tokens: int, column
         )
     if options.logits == "screened":
         _check_screening(options, hidden, by_kernels)
-    if options.invariant:
-        _check_invariant(hidden, by_kernels)
     return chosen
 
 

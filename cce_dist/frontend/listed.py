@@ -31,7 +31,12 @@ if TYPE_CHECKING:
 
 class TokenSupport(NamedTuple):
     """The token ids that a sampler allowed at each token: a CSR of N rows, the tokens of targets
-    in flattened order. A repeated id of a token counts once."""
+    in flattened order. A repeated id of a token counts once.
+
+    Of a mask `allowed` [N, V]: offsets = pad(allowed.sum(1).cumsum(0), (1, 0)), and
+    ids = allowed.nonzero()[:, 1]. Of K ids a token, [N, K]: offsets = arange(N + 1) * K, and
+    ids = ids.reshape(-1). Every rank passes all of them.
+    """
 
     offsets: Tensor  # [N + 1] int64: token i has ids[offsets[i] : offsets[i + 1]]
     ids: Tensor  # [P] int64 in [0, vocab_size), in any order

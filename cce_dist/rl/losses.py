@@ -19,8 +19,9 @@ Clip = float | tuple[float, float]
 class PolicyLoss(NamedTuple):
     """A policy loss, and what one logs of it: detached means over the tokens that count.
 
-    The loss is this process's own mean. A step over microbatches or data-parallel ranks whose mean
-    is to be over all tokens weighs each loss by its `num_tokens` / the sum of all.
+    The loss is this process's own mean. For the mean over microbatches or data-parallel ranks weigh
+    DAPO's and PPO's by `num_tokens` / the sum of all, GRPO's by the number of sequences with a
+    token that counts.
     """
 
     loss: Tensor  # []; differentiable

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,9 +38,9 @@ PLACES = (*CPU_PLACES, TRITON_CUDA)
 DIM = 24
 
 
-def inputs_of(tokens: int, classes: int, dtype: torch.dtype) -> Inputs:
+def inputs_of(tokens: int, classes: int, dtype: torch.dtype, dim: int = DIM) -> Inputs:
     generator = torch.Generator().manual_seed(0)
-    inputs = gaussian_inputs(tokens, classes, DIM, generator=generator, dtype=torch.float64)
+    inputs = gaussian_inputs(tokens, classes, dim, generator=generator, dtype=torch.float64)
     inputs = inputs.with_options(generator, "bias").ignoring(generator, 0.2)
     assert inputs.bias is not None
     # Peaked for some tokens, flat for others.
@@ -142,6 +143,25 @@ def test_ranks_have_the_same_bytes(
             at = replace(at, bounds=tuple((i * rows, (i + 1) * rows) for i in range(size)))
         joined = join_ranks(at, pool.run(size, run_case, at))
         assert_same_bytes(joined, one)
+
+
+def run_with_short_splits(group: Any, case: Case) -> dict[str, Tensor]:
+    """Splits of two tiles: a segment of this test has four, its cut one five tiles."""
+    with mock.patch.multiple("cce_dist.backends.triton.launch.tiles", TURNS=2, WIDE=1):
+        return run_case(group, case)
+
+
+@pytest.mark.parametrize("place", CPU_PLACES, ids=str)
+def test_a_rank_whose_last_segment_padding_cuts(pool: RankPool, place: Place) -> None:
+    """And rows of odd sizes: a segment begins at another alignment on each rank."""
+    inputs = inputs_of(20, 8 * 1001, torch.float32, dim=25)
+    inputs = replace(inputs, targets=inputs.targets % 7500)
+    case = replace(case_of(inputs), vocab_size=7600).at(place)
+    one = pool.run(1, run_with_short_splits, case)[0]
+    for size in (2, 8):
+        rows = 8 * 1001 // size
+        at = replace(case, bounds=tuple((i * rows, (i + 1) * rows) for i in range(size)))
+        assert_same_bytes(join_ranks(at, pool.run(size, run_with_short_splits, at)), one)
 
 
 @pytest.mark.gpu

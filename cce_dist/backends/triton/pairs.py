@@ -26,8 +26,9 @@ from cce_dist.core.types import Head
 LOGITS = (16, 128, 4)
 HIDDEN = (4, 256, 1)
 WEIGHT = (1024, 4)
-# Sorted pairs that one program sums at most.
-PART = 256
+# Sorted pairs that one program sums at most, and sums of such parts that take memory: with more
+# pairs parts are longer, up to MOST times as long.
+PART, PARTS, MOST = 256, 8192, 16
 
 
 def pair_logits(hidden: Tensor, head: Head, request: PairsRequest) -> Tensor:
@@ -98,7 +99,8 @@ def _gradients_of_ids(
     has_weight, has_bias = out.weight is not None, out.bias is not None
     dims, warps = WEIGHT
     block = _dims(hidden, dims)
-    blocks, num_parts = triton.cdiv(dim, block) if has_weight else 1, triton.cdiv(len(ids), PART)
+    blocks, part = triton.cdiv(dim, block) if has_weight else 1, _part(len(ids))
+    num_parts = triton.cdiv(len(ids), part)
     sums = grad.new_empty(num_parts, dim if has_weight else 0)
     of_bias = grad.new_empty(num_parts)
     if num_parts > 1:
@@ -114,7 +116,7 @@ def _gradients_of_ids(
             columns,
             dim,
             hidden.stride(0),
-            PART=PART,
+            PART=part,
             BLOCK_D=block,
             HAS_WEIGHT=has_weight,
             HAS_BIAS=has_bias,
@@ -132,12 +134,17 @@ def _gradients_of_ids(
         dim,
         hidden.stride(0),
         0 if out.weight is None else out.weight.stride(0),
-        PART=PART,
+        PART=part,
         BLOCK_D=block,
         HAS_WEIGHT=has_weight,
         HAS_BIAS=has_bias,
         num_warps=warps,
     )
+
+
+def _part(num_pairs: int) -> int:
+    longer = triton.next_power_of_2(triton.cdiv(max(num_pairs, 1), PARTS * PART))
+    return PART * min(MOST, longer)
 
 
 def _dims(hidden: Tensor, most: int) -> int:

@@ -39,6 +39,7 @@ from cce_dist.backends.triton.kernels.forward.launches import (
     FIRST,
     LAST,
     PROBE,
+    SEGMENTS,
     SLOTS,
 )
 from cce_dist.backends.triton.kernels.tokens.pack import pack_kernel
@@ -130,12 +131,13 @@ class ForwardState:
         splits, segments = 0, 1
         if segment:
             segments = triton.cdiv(weight.shape[0], segment)
-            splits = splits_of_segment(min(segment, weight.shape[0]), weight, tiles)
+            # Those of a whole segment, also where this rank's last one is cut by padding.
+            splits = splits_of_segment(segment, weight, tiles)
             programs = num_blocks * segments * splits
         size = programs * groups * TOKEN_BLOCK
         buffers = ForwardBuffers(
             lower=new(segments * padded, dtype=fp32),
-            split_states=new(SLOTS.value, 4, size, dtype=fp32),
+            split_states=new(1 if segment else SLOTS.value, 4, size, dtype=fp32),
             mass=new(num_blocks, weight.shape[0], dtype=torch.bfloat16) if score else None,
             extras=weight.new_zeros(NUM_EXTRAS, size, dtype=fp32) if has_extras else None,
             keys=new(size, dtype=torch.int64) if has_largest and groups > 1 else None,
@@ -197,7 +199,8 @@ class ForwardState:
 
     def alone(self, robust: bool = False) -> Launch:
         """Returns a launch of all tiles at once, which starts from `buffers.lower`."""
-        return Launch(ALONE.value, 0, self.num_tiles, robust=robust)
+        number = SEGMENTS.value if self.segment else ALONE.value
+        return Launch(number, 0, self.num_tiles, robust=robust)
 
     def launches(self, ranks_exchange: bool) -> tuple[Launch, ...]:
         """Returns the launches. Each starts from the sums of the one before."""

@@ -7,12 +7,13 @@ from cce_dist.backends.triton.kernels.numbers import HIGHEST, LOWEST, exp2_of, w
 
 # The launches of `forward_kernel`, in order: PROBE, FIRST to LAST, and, if logits are kept, two
 # that keep their logits. ALONE does the work of all of them, in LAST's place; AFTER_PROBE keeps all
-# logits, in FIRST's.
+# logits, in FIRST's. SEGMENTS is ALONE's work in the first slot, the only one then.
 PROBE = tl.constexpr(0)
 FIRST = tl.constexpr(1)
 LAST = tl.constexpr(4)
 AFTER_PROBE = tl.constexpr(11)
 ALONE = tl.constexpr(14)
+SEGMENTS = tl.constexpr(15)
 # States in memory: those of PROBE to LAST, which `shares.py` reads.
 SLOTS = tl.constexpr(5)
 # Splits whose sums a program reads at a time.
