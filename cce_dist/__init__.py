@@ -14,6 +14,7 @@ _install_old_names()
 
 _why: Exception | None = None
 try:
+    from cce_dist.distillation import DistillationOutput, linear_distillation
     from cce_dist.frontend.listed import TokenSupport
     from cce_dist.frontend.outputs import LogitMoments, LossOutput
     from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer, quantize_weight
@@ -57,6 +58,7 @@ def _installed_version() -> str:
 
 
 __all__ = [
+    "DistillationOutput",
     "Filter",
     "LargestLogits",
     "LinearCrossEntropy",
@@ -72,6 +74,7 @@ __all__ = [
     "all_reduce_logaddexp",
     "largest_logits",
     "linear_cross_entropy",
+    "linear_distillation",
     "quantize_weight",
     "token_logprobs",
 ]

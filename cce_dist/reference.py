@@ -47,6 +47,27 @@ def reference_logits(
     return logit_scale * logits / temperature
 
 
+def divergence_reference(
+    student: Tensor,  # [..., V] logits over the temperature
+    teacher: Tensor,  # [..., V]
+    divergence: str,
+    beta: float = 0.5,
+) -> Tensor:
+    """Computes the divergence of two softmaxes as `linear_distillation` names it, [...]."""
+    log_q, log_p = student.log_softmax(-1), teacher.log_softmax(-1)
+    q, p = log_q.exp(), log_p.exp()
+    if divergence == "tvd":
+        return (p - q).abs().sum(-1) / 2
+    if divergence == "forward_kl":
+        return torch.where(p > 0, p * (log_p - log_q), 0).sum(-1)
+    if divergence == "reverse_kl":
+        return torch.where(q > 0, q * (log_q - log_p), 0).sum(-1)
+    log_m = (beta * p + (1 - beta) * q).log()
+    of_teacher = torch.where(p > 0, p * (log_p - log_m), 0).sum(-1)
+    of_student = torch.where(q > 0, q * (log_q - log_m), 0).sum(-1)
+    return beta * of_teacher + (1 - beta) * of_student
+
+
 def linear_cross_entropy_reference(
     hidden: Tensor,  # [..., D]
     weight: Tensor,  # [V, D]

@@ -22,7 +22,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"frontend": {"torch"}},
     {"loss": {"torch"}},
     {"largest": {"torch"}, "logprobs": {"torch"}},
-    {"rl": {"torch"}},
+    {"rl": {"torch"}, "distillation": {"torch"}},
     {PUBLIC: set()},
     {"planner": set()},
     {"pipeline": {"torch"}},

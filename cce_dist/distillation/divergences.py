@@ -1,0 +1,120 @@
+"""Divergences of two softmaxes: of a tile's columns, their merge, and their derivatives.
+
+a and y are the student's and the teacher's logits over the temperature, A and Y their log-sum-exps.
+docs/design/distillation.md has the derivation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist.core.stats import logaddexp_parts
+
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
+
+
+class Sums(NamedTuple):
+    """Sums of each token over some columns, [N] or, of several parts, [R, N]."""
+
+    student: Tensor  # A
+    teacher: Tensor  # Y
+    kl: Tensor  # of the softmaxes over these columns alone; 0 for divergences of two passes
+
+
+@dataclass(frozen=True)
+class Divergences:
+    """A divergence of the teacher's softmax p and the student's softmax q."""
+
+    name: Divergence
+    beta: float  # of "jsd", in (0, 1)
+
+    @property
+    def passes(self) -> int:
+        """Passes over the logits until the value is known."""
+        return 1 if self.name in ("forward_kl", "reverse_kl") else 2
+
+    # -- the first pass ---------------------------------------------------------------------------
+
+    def sums(self, a: Tensor, y: Tensor) -> Sums:
+        """Sums a tile [n, columns]."""
+        student, teacher = a.logsumexp(1), y.logsumexp(1)
+        if self.passes == 2:
+            return Sums(student, teacher, torch.zeros_like(student))
+        near, far = self._by_weight(a, y)
+        whole_near, whole_far = self._by_weight(student, teacher)
+        weight = (near - _finite(whole_near)[:, None]).exp()
+        ratio = near - far - _difference(whole_near, whole_far)[:, None]
+        return Sums(student, teacher, (weight * ratio).masked_fill(weight == 0, 0).sum(1))
+
+    def merge(self, parts: Sums) -> Sums:
+        """Merges parts [R, N], in their order."""
+        student, teacher = logaddexp_parts(parts.student), logaddexp_parts(parts.teacher)
+        if self.passes == 2:
+            return Sums(student, teacher, parts.kl[0])
+        near, far = self._by_weight(parts.student, parts.teacher)
+        whole_near, whole_far = self._by_weight(student, teacher)
+        share = (near - _finite(whole_near)).exp()
+        ratio = parts.kl + _difference(near, far) - _difference(whole_near, whole_far)
+        return Sums(student, teacher, (share * ratio).masked_fill(share == 0, 0).sum(0))
+
+    def _by_weight(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        """Puts the one first whose probabilities weigh the logarithms of a KL."""
+        return (teacher, student) if self.name == "forward_kl" else (student, teacher)
+
+    # -- the second pass --------------------------------------------------------------------------
+
+    def terms(self, a: Tensor, y: Tensor, sums: Sums) -> tuple[Tensor, Tensor]:
+        """Returns a tile's part of the value and of the mean of `slopes`, [n] each: both add up."""
+        log_q, log_p = a - sums.student[:, None], y - sums.teacher[:, None]
+        q, p = log_q.exp(), log_p.exp()
+        slope = self.slopes(log_q, log_p)
+        mean = (q * slope).masked_fill(q == 0, 0).sum(1)
+        if self.name == "tvd":
+            return (p - q).abs().sum(1) / 2, mean
+        log_ratio = -_log_mixture(log_q - log_p, self.beta)
+        of_teacher = (p * log_ratio).masked_fill(p == 0, 0).sum(1)
+        return self.beta * of_teacher + mean, mean
+
+    # -- the backward -----------------------------------------------------------------------------
+
+    def slopes(self, log_q: Tensor, log_p: Tensor) -> Tensor:
+        """Returns f of the derivative q (f - sum q f) by a, of all but forward KL; any number where
+        q is 0."""
+        if self.name == "reverse_kl":
+            return log_q - log_p
+        if self.name == "tvd":
+            return torch.sign(log_q - log_p) / 2
+        return (1 - self.beta) * -_log_mixture(log_p - log_q, 1 - self.beta)
+
+    def derivative(self, a: Tensor, y: Tensor, sums: Sums, mean: Tensor) -> Tensor:
+        """Returns the divergence's derivative by a, [n, columns].
+
+        Args: mean: [n] sum over all columns of q f; for KLs the value.
+        """
+        log_q, log_p = a - sums.student[:, None], y - sums.teacher[:, None]
+        q = log_q.exp()
+        if self.name == "forward_kl":
+            return q - log_p.exp()
+        centred = self.slopes(log_q, log_p) - mean[:, None]
+        return (q * centred).masked_fill(q == 0, 0)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Puts 0 in place of -inf, the log-sum-exp of no columns."""
+    return lse.masked_fill(lse == -torch.inf, 0)
+
+
+def _difference(near: Tensor, far: Tensor) -> Tensor:
+    """Returns near - far, and 0 where both are -inf: over no columns."""
+    return (near - far).masked_fill((near == -torch.inf) & (far == -torch.inf), 0)
+
+
+def _log_mixture(log_ratio: Tensor, share: float) -> Tensor:
+    """Returns log(share + (1 - share) exp(log_ratio)), finite for every finite log_ratio."""
+    rest = log_ratio + math.log((1 - share) / share)
+    return math.log(share) + torch.logaddexp(rest, rest.new_zeros(()))

@@ -1,0 +1,158 @@
+"""The steps of a distillation over the ranks, as an autograd function of the student's tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist.algorithm.autograd import pad_bias
+from cce_dist.algorithm.call import Call, GradWeight
+from cce_dist.algorithm.once import once_differentiable, outside_autocast
+from cce_dist.algorithm.plan import Plan
+from cce_dist.core.stats import Stats, logaddexp_parts
+from cce_dist.core.types import Head, Tokens
+from cce_dist.distillation.divergences import Divergences, Sums
+from cce_dist.distillation.sweep import (
+    FirstPass,
+    Pair,
+    Upstream,
+    first_pass,
+    gradients,
+    second_pass,
+)
+from cce_dist.ranks.gather import all_gather, require, require_same_sizes
+from cce_dist.ranks.merge_header import NUM_DIGITS, RULE, encode, flaw, is_sound
+
+
+class Teacher(NamedTuple):
+    """The teacher's tensors, none of which has a gradient, and the options of its logits."""
+
+    hidden: Tensor  # [n, D_teacher], rows as the student's
+    weight: Tensor  # [V_local, D_teacher], without padding
+    bias: Tensor | None  # [V_local]
+    softcap: float | None
+    logit_scale: float
+
+
+@dataclass(frozen=True)
+class Objective:
+    divergences: Divergences
+    temperature: float
+    alpha: float
+
+
+class Distill(torch.autograd.Function):
+    """Outputs: each token's divergence and, if alpha > 0, nll at temperature 1, [N]; else None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher: Teacher,
+        call: Call,
+        objective: Objective,
+    ):
+        ctx.call, ctx.objective, plan = call, objective, call.plan
+        sizes = {
+            "rows of hidden": len(hidden),
+            "D of hidden": hidden.shape[1],
+            "D of teacher_hidden": teacher.hidden.shape[1],
+            "tokens to compute (not ignored)": len(call.local_targets),
+        }
+        require_same_sizes(sizes, hidden.device, plan.group)
+        pair = pair_of(hidden, weight, bias, teacher, call, objective)
+        found = merge(first_pass(pair), pair, plan)
+        value = mean = found.sums.kl
+        if pair.divergences.passes == 2:
+            parts = all_gather(torch.stack(second_pass(pair, found.sums)), plan.group)
+            value, mean = parts.sum(0).unbind(0)
+        nll = found.lse - found.target_logit if pair.has_targets else None
+        vectors = (found.sums.student, found.sums.teacher, mean, found.lse)
+        ctx.softcap_and_scale = teacher[3:]
+        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *vectors)
+        ctx.set_materialize_grads(False)
+        return value.clone(), nll
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx: Any, *grads: Tensor | None):
+        hidden, weight, bias, *saved = ctx.saved_tensors
+        call, needs = ctx.call, ctx.needs_input_grad
+        teacher = Teacher(*saved[:3], *ctx.softcap_and_scale)
+        student_lse, teacher_lse, mean, lse = saved[3:]
+        of_divergence, of_nll = grads
+        if of_divergence is None:
+            of_divergence = torch.zeros_like(mean)
+        pair = pair_of(hidden, weight, bias, teacher, call, ctx.objective)
+        target = GradWeight.prepare(call, weight, needs[1])
+        part, of_bias = gradients(
+            pair,
+            Sums(student_lse, teacher_lse, mean),
+            mean,
+            lse,
+            Upstream(of_divergence.contiguous(), of_nll),
+            hidden=needs[0],
+            weight=target.into,
+            bias=needs[2],
+        )
+        grad_hidden = None
+        if part is not None:
+            total = call.plan.hidden_sum(pair.student, hidden.dtype)
+            part = part if not total.is_local else part.to(total.part_dtype)
+            grad_hidden = total.of_tokens(part, pair.student.rows).to(hidden.dtype)
+        return grad_hidden, target.returned, pad_bias(of_bias, bias), None, None, None
+
+
+def pair_of(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher: Teacher,
+    call: Call,
+    objective: Objective,
+) -> Pair:
+    """Gathers both models' tokens under sequence parallelism."""
+    tokens, head, plan = call.tokens(hidden), call.head(weight, bias), call.plan
+    tokens = replace(tokens, local_targets=tokens.local_targets.long())
+    of_teacher, _ = plan.gather_hidden(teacher.hidden, defer_fill=False)
+    room = plan.workspace_bytes(len(tokens), head)
+    vocab_size = plan.shard.vocab_size
+    return Pair(
+        student=tokens,
+        head=head,
+        teacher=Tokens(of_teacher, tokens.rows, tokens.local_targets),
+        teacher_head=Head(
+            teacher.weight, teacher.bias, None, vocab_size, teacher.softcap, teacher.logit_scale
+        ),
+        divergences=objective.divergences,
+        temperature=objective.temperature,
+        has_targets=objective.alpha > 0,
+        workspace_bytes=room,
+    )
+
+
+def merge(local: FirstPass, pair: Pair, plan: Plan) -> FirstPass:
+    """Merges the ranks' sums; all ranks get the same bits.
+
+    Collectives: one all-gather of 8 + K N numbers, K = 3, or 5 with targets.
+    """
+    if plan.group is None:
+        return local
+    vectors = [*local.sums, *((local.lse, local.target_logit) if pair.has_targets else ())]
+    packed = torch.stack(vectors)
+    payload = torch.cat([encode(plan.shard, packed.numel(), packed), packed.flatten()])
+    parts = all_gather(payload, plan.group)
+    headers = parts[:, :NUM_DIGITS]
+    rows = parts[:, NUM_DIGITS:].view(len(parts), *packed.shape).transpose(0, 1)
+    student, teacher, kl, *others = rows
+    sums = Sums(student, teacher, kl)
+    lse, targets = others or (student, torch.zeros_like(student))
+    stats = Stats(lse, targets)
+    require(is_sound(headers, stats, None), lambda: flaw(headers, stats, None), RULE)
+    return FirstPass(pair.divergences.merge(sums), logaddexp_parts(lse), targets.sum(0))

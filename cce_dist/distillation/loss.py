@@ -1,0 +1,279 @@
+"""The public function."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from cce_dist.algorithm.call import Call
+from cce_dist.algorithm.once import without_autocast
+from cce_dist.algorithm.plan import plan_of
+from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
+from cce_dist.distillation.divergences import Divergence, Divergences
+from cce_dist.distillation.function import Distill, Objective, Teacher
+from cce_dist.frontend import validation
+from cce_dist.frontend.dtensor import is_dtensor
+from cce_dist.frontend.inputs import Inputs, options_of
+from cce_dist.frontend.prepare import local_targets_of, validate
+from cce_dist.frontend.reduction import PickedTokens, TokenLoss, pick_tokens
+from cce_dist.options import (
+    Filter,
+    Reduction,
+    Screen,
+    require_choice,
+    require_finite,
+    require_stats,
+)
+from cce_dist.ranks.transport import group_size, resolve_group
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from cce_dist.ranks.transport import Group
+    from cce_dist.vocab_shard import VocabShard
+
+DistillationStat = Literal["divergence", "nll"]
+
+
+class DistillationOutput(NamedTuple):
+    """The loss, and the values of each token that were asked for; others are None.
+
+    Values have targets' (shifted) shape, fp32 (float64 for float64 inputs), 0 at ignored tokens.
+    """
+
+    loss: Tensor
+    divergence: Tensor | None = None  # nats, at `temperature`; differentiable
+    nll: Tensor | None = None  # of the target at temperature 1; differentiable
+
+
+def linear_distillation(
+    hidden: Tensor,  # [..., D]
+    weight: Tensor,  # [V_local, D]
+    teacher_hidden: Tensor,  # [..., D_teacher]
+    teacher_weight: Tensor,  # [V_local or more, D_teacher]
+    targets: Tensor | None = None,  # [...] int64
+    *,
+    divergence: Divergence = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    alpha: float = 0.0,
+    group: Group | DeviceMesh | None = None,
+    vocab_shard: VocabShard | None = None,
+    sequence_parallel: bool = False,
+    bias: Tensor | None = None,  # [V_local]
+    teacher_bias: Tensor | None = None,  # [rows of teacher_weight]
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,  # targets' shape
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    shift: int = 0,
+    stats: tuple[DistillationStat, ...] = (),
+    workspace_bytes: int | None = None,
+) -> Tensor | DistillationOutput:
+    """Divergence of a student's softmax from a teacher's, over hidden @ weight.T of each; no logits
+    [N, V] exist in memory.
+
+    With p the teacher's and q the student's probabilities at `temperature`, the loss of a token is
+
+        (1 - alpha) D(p, q) + alpha nll,        nll of the target, at temperature 1
+
+    without a factor temperature^2. Gradients are those of every column, by hidden, weight and bias.
+    Eager torch computes tile by tile, on any device, in 16 bits with fp32 sums.
+    docs/design/distillation.md.
+
+    Args:
+        teacher_hidden: of the same tokens; D and dtype may differ from hidden's.
+        teacher_weight: this rank's rows of the same ids as weight's; further rows are padding.
+        targets: tokens with `ignore_index` are left out; None, with alpha=0: all tokens count.
+        divergence: "forward_kl" KL(p || q), "reverse_kl" KL(q || p), "jsd" beta KL(p || m) +
+            (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, or "tvd" sum_v |p_v - q_v| / 2.
+        beta: of "jsd", in (0, 1).
+        temperature: > 0, divides both models' logits, after softcap and scale.
+        alpha: share of the target's cross-entropy, in [0, 1].
+        stats: "divergence" and "nll"; nll needs alpha > 0.
+        group, vocab_shard, sequence_parallel, token_weight, ignore_index, reduction, shift,
+            workspace_bytes: as in `linear_cross_entropy`; with sequence_parallel both hidden states
+            are this rank's slices.
+    Returns:
+        The loss in fp32 (float64 if both models are): []; for reduction "none" targets' (shifted)
+        shape. A DistillationOutput if `stats` is not empty.
+    Raises:
+        ValueError: an argument is not supported; the message says which. So are teacher tensors
+            that require grad, DTensors, and calls within torch.compile.
+    Collectives on `group`: forward one all-gather of 12 N + 32 bytes (20 N + 32 with alpha), and
+        one of 8 N for "jsd" and "tvd"; backward those of `linear_cross_entropy`. With
+        sequence_parallel all-gathers of both hidden states in forward and backward.
+    Determinism: the loss is bitwise equal on all ranks and from run to run.
+    """
+    objective = _objective(divergence, beta, temperature, alpha)
+    require_stats(stats, get_args(DistillationStat))
+    if "nll" in stats and alpha == 0:
+        raise ValueError('stats "nll" needs alpha > 0, got alpha=0')
+    if is_traced() or is_fake(hidden):
+        raise ValueError(
+            "linear_distillation does not run within torch.compile or on fake tensors: call it "
+            "outside of the compiled region"
+        )
+    if targets is None:
+        if alpha:
+            raise ValueError(f"targets must be given with alpha={alpha!r}, got None")
+        targets = _no_targets(hidden, sequence_parallel, group)
+    inputs = Inputs(hidden, weight, targets, bias, token_weight)
+    tensors = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
+    for name, tensor in (*inputs._asdict().items(), *tensors.items()):
+        if is_dtensor(tensor):
+            raise ValueError(f"{name} must be a plain tensor, got a DTensor: pass to_local()")
+    options = options_of(
+        sequence_parallel=sequence_parallel,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        shift=shift,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        gradient="exact",
+        filter=Filter(),
+        screen=Screen(),
+        backend="torch",
+        workspace_bytes=workspace_bytes,
+    )
+    ranks, shard, shape = validate(inputs, options, group, vocab_shard)
+    teacher = _teacher(
+        hidden,
+        teacher_hidden,
+        teacher_weight,
+        teacher_bias,
+        shard.num_classes,
+        (teacher_softcap, teacher_logit_scale),
+    )
+    plan = plan_of(hidden, targets.numel(), options, ranks, shard)
+    picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
+    validation.check_target_range(picked.targets, shard.vocab_size, ignore_index)
+    terms = TokenLoss.of(picked, options, token_weight, None, hidden)
+    call = Call(
+        plan=plan,
+        rows=picked.rows,
+        local_targets=local_targets_of(picked, shard),
+        count=None,
+        device_type=hidden.device.type,
+        class_weight=None,
+        quantized=None,
+        grad_weight_into=None,
+        tail_mass=False,
+        record=True,
+    )
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    with without_autocast(hidden.device.type), unseen_by_checkpointing():
+        value, nll = Distill.apply(flat, weight, bias, teacher, call, objective)
+    return _output(value, nll, terms, picked, shape, (reduction, shift, stats, alpha))
+
+
+def _output(
+    value: Tensor,
+    nll: Tensor | None,
+    terms: TokenLoss,
+    picked: PickedTokens,
+    shape: torch.Size,
+    options: tuple[Reduction, int, tuple[DistillationStat, ...], float],
+) -> Tensor | DistillationOutput:
+    reduction, shift, stats, alpha = options
+    each = value if nll is None else (1 - alpha) * value + alpha * nll
+    each = terms.per_token(each, each, None, slice(None))
+    loss = picked.scatter_to_shape(each, shape, shift) if reduction == "none" else each.sum()
+    if not stats:
+        return loss
+    values = {"divergence": value, "nll": nll}
+    return DistillationOutput(
+        loss,
+        **{
+            name: picked.scatter_to_shape(x, shape, shift)
+            for name, x in values.items()
+            if x is not None and name in stats
+        },
+    )
+
+
+def _objective(divergence: str, beta: float, temperature: float, alpha: float) -> Objective:
+    require_choice("divergence", divergence, get_args(Divergence))
+    beta, alpha = require_finite("beta", beta), require_finite("alpha", alpha, minimum=0)
+    if not 0 < beta < 1:
+        raise ValueError(f"beta must lie in (0, 1), got {beta!r}")
+    if alpha > 1:
+        raise ValueError(f"alpha must lie in [0, 1], got {alpha!r}")
+    temperature = require_finite("temperature", temperature)
+    if temperature <= 0:
+        raise ValueError(f"temperature must be > 0, got {temperature!r}")
+    return Objective(Divergences(divergence, beta), temperature, alpha)  # pyright: ignore[reportArgumentType]
+
+
+def _no_targets(hidden: Tensor, split: bool, group: object) -> Tensor:
+    """Returns targets for tokens that all count: any class will do."""
+    hidden = validation.require_tensor("hidden", hidden)
+    first, *others = hidden.shape[:-1] or (1,)
+    if split:
+        first *= group_size(resolve_group(group))  # pyright: ignore[reportArgumentType]
+    return torch.zeros((first, *others), dtype=torch.int64, device=hidden.device)
+
+
+def _teacher(
+    hidden: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    num_classes: int,
+    logits: tuple[float | None, float],
+) -> Teacher:
+    """Checks the teacher's arguments, and cuts off padding.
+
+    Raises:
+        ValueError: an argument is not supported; the message says which.
+    """
+    given = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
+    for name, value in given.items():
+        tensor = validation.require_tensor(name, value)
+        if tensor.dtype not in validation.DTYPES:
+            raise ValueError(f"{name} must be bf16, fp16, fp32 or float64, got {tensor.dtype}")
+        validation.require_device(name, tensor, hidden)
+    rows, shape = list(hidden.shape[:-1]), list(teacher_hidden.shape)
+    if not shape or shape[:-1] != rows:
+        raise ValueError(
+            f"teacher_hidden must be [..., D_teacher] with hidden's tokens {rows}, got {shape}"
+        )
+    if teacher_weight.dim() != 2 or teacher_weight.shape[1] != shape[-1]:
+        raise ValueError(
+            f"teacher_weight must be [V_local, D_teacher={shape[-1]}], got "
+            f"{list(teacher_weight.shape)}"
+        )
+    if teacher_weight.dtype != teacher_hidden.dtype:
+        raise ValueError(
+            f"teacher_weight must have teacher_hidden's dtype {teacher_hidden.dtype}, got "
+            f"{teacher_weight.dtype}"
+        )
+    if teacher_weight.shape[0] < num_classes:
+        raise ValueError(
+            f"teacher_weight must have the student's {num_classes} classes of this rank and may "
+            f"have padding after them, got {teacher_weight.shape[0]} rows"
+        )
+    size = [teacher_weight.shape[0]]
+    validation.check_vector("teacher_bias", teacher_bias, size, "teacher_weight's rows", hidden)
+    for name, value in (*given.items(), ("teacher_bias", teacher_bias)):
+        if value is not None and value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} must not require grad: linear_distillation has gradients by the student's "
+                "tensors alone; compute the teacher under torch.no_grad(), or pass detach()"
+            )
+    softcap, logit_scale = logits
+    # Its checks are those of the student's options.
+    checked = options_of(softcap=softcap, logit_scale=logit_scale)
+    return Teacher(
+        teacher_hidden.reshape(-1, shape[-1]),
+        teacher_weight[:num_classes],
+        None if teacher_bias is None else teacher_bias[:num_classes],
+        checked.softcap,
+        checked.logit_scale,
+    )

@@ -1,0 +1,199 @@
+"""Sweeps over the tiles of both models' logits on this rank's shard, in eager torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist.backends.protocol import WeightGrad
+from cce_dist.backends.torch.tiles import (
+    TileSize,
+    add_product,
+    exact_tiles,
+    find_targets,
+    operand_dtype,
+    spans,
+)
+from cce_dist.core.types import Head, Tokens, accumulate_dtype, largest_operand
+from cce_dist.distillation.divergences import Divergences, Sums
+
+# Tiles of both models in memory at once, over those of one model's loss.
+TILES_OVER = 3
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A student's and a teacher's tokens and head, and what of them is compared."""
+
+    student: Tokens
+    head: Head
+    teacher: Tokens
+    teacher_head: Head
+    divergences: Divergences
+    temperature: float
+    has_targets: bool  # the target's cross-entropy, at temperature 1, is part of the loss
+    workspace_bytes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        student, teacher = (x.weight.dtype for x in (self.head, self.teacher_head))
+        return torch.promote_types(accumulate_dtype(student), accumulate_dtype(teacher))
+
+    @property
+    def size(self) -> TileSize:
+        return TileSize.choose(self.head.weight, self.workspace_bytes // TILES_OVER)
+
+    def tiles(self) -> Iterator[_Tile]:
+        """Yields all tiles, those of the same columns one after the other."""
+        of_student = exact_tiles(self.student, self.head)
+        of_teacher = exact_tiles(self.teacher, self.teacher_head)
+        size = self.size
+        for first, last in spans(self.head.weight.shape[0], size.columns):
+            student, teacher = of_student(first, last), of_teacher(first, last)
+            for start, stop in spans(len(self.student), size.tokens):
+                z, slope = student(start, stop)
+                y, _ = teacher(start, stop)
+                at, columns = slice(start, stop), slice(first, last)
+                z, y = z.to(self.dtype), y.to(self.dtype).div_(self.temperature)
+                yield _Tile(at, columns, z, slope, y)
+
+    def nothing(self) -> Tensor:
+        """Returns -inf for each token, [N]."""
+        hidden = self.student.hidden
+        return hidden.new_full((len(self.student),), -torch.inf, dtype=self.dtype)
+
+
+class _Tile(NamedTuple):
+    tokens: slice
+    columns: slice
+    z: Tensor  # the student's logits at temperature 1
+    slope: Tensor | None  # of the student's softcap
+    y: Tensor  # the teacher's logits over the temperature
+
+
+class FirstPass(NamedTuple):
+    """Sums over this rank's columns, [N] each."""
+
+    sums: Sums
+    lse: Tensor  # of the student at temperature 1; -inf unless `has_targets`
+    target_logit: Tensor  # 0 where the target is not of this shard
+
+
+def first_pass(pair: Pair) -> FirstPass:
+    nothing = pair.nothing()
+    total = Sums(nothing, nothing.clone(), torch.zeros_like(nothing))
+    lse, target_logit = nothing.clone(), torch.zeros_like(nothing)
+    for tile in pair.tiles():
+        at = tile.tokens
+        new = pair.divergences.sums(tile.z / pair.temperature, tile.y)
+        parts = (torch.stack([old[at], part]) for old, part in zip(total, new, strict=True))
+        for old, merged in zip(total, pair.divergences.merge(Sums(*parts)), strict=True):
+            old[at] = merged
+        if pair.has_targets:
+            lse[at] = torch.logaddexp(lse[at], tile.z.logsumexp(1))
+            rows, columns = find_targets(pair.student.local_targets[at], tile.columns)
+            target_logit[rows + at.start] = tile.z[rows, columns]
+    return FirstPass(total, lse, target_logit)
+
+
+def second_pass(pair: Pair, sums: Sums) -> tuple[Tensor, Tensor]:
+    """Returns this rank's parts of the value and of the mean slope, [N] each: see `terms`."""
+    value, mean = torch.zeros_like(sums.student), torch.zeros_like(sums.student)
+    for tile in pair.tiles():
+        at = tile.tokens
+        some = Sums(*(x[at] for x in sums))
+        part, slope = pair.divergences.terms(tile.z / pair.temperature, tile.y, some)
+        value[at] += part
+        mean[at] += slope
+    return value, mean
+
+
+class Upstream(NamedTuple):
+    """Gradients of the scalar loss by each token's values, [N]."""
+
+    divergence: Tensor
+    nll: Tensor | None  # None: zero
+
+
+def gradients(
+    pair: Pair,
+    sums: Sums,
+    mean: Tensor,
+    lse: Tensor,
+    upstream: Upstream,
+    *,
+    hidden: bool,
+    weight: WeightGrad | None,
+    bias: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Computes the gradients by the student's tensors; the weight's is written.
+
+    Returns: hidden's part of this shard, [N, D], and bias's, [V_local], in the accumulation dtype.
+    """
+    head, tokens, dtype = pair.head, pair.student, accumulate_dtype(pair.head.weight.dtype)
+    new = head.weight.new_zeros
+    of_hidden = new(len(tokens), head.weight.shape[1], dtype=dtype) if hidden else None
+    of_bias = new(head.weight.shape[0], dtype=dtype) if bias else None
+    columns, open_columns, scale = None, slice(0, 0), _scale_of(pair, upstream)
+    for tile in pair.tiles():
+        if tile.columns != open_columns:
+            _store(weight, open_columns, columns)
+            open_columns = tile.columns
+            columns = None
+            if weight is not None:
+                columns = new(tile.z.shape[1], head.weight.shape[1], dtype=dtype)
+        grad = _grad_logits(pair, tile, sums, mean, lse, upstream).to(dtype)
+        operand = (grad if scale is None else grad / scale).to(operand_dtype(head.weight))
+        if of_hidden is not None:
+            rows = head.weight[tile.columns].to(operand.dtype)
+            add_product(of_hidden[tile.tokens], operand, rows, scale)
+        if columns is not None:
+            rows = tokens.take(tile.tokens.start, tile.tokens.stop).to(operand.dtype)
+            add_product(columns, operand.T, rows, scale)
+        if of_bias is not None:
+            of_bias[tile.columns] += grad.sum(0)
+    _store(weight, open_columns, columns)
+    return of_hidden, of_bias
+
+
+def _store(weight: WeightGrad | None, at: slice, columns: Tensor | None) -> None:
+    if weight is None or columns is None:
+        return
+    if weight.accumulate:
+        weight.rows[at] += columns
+    else:
+        weight.rows[at] = columns.to(weight.rows.dtype)
+
+
+def _grad_logits(
+    pair: Pair, tile: _Tile, sums: Sums, mean: Tensor, lse: Tensor, upstream: Upstream
+) -> Tensor:
+    """Returns the gradient by E . C + bias, [n, columns]."""
+    at, T = tile.tokens, pair.temperature
+    some = Sums(*(x[at] for x in sums))
+    grad = pair.divergences.derivative(tile.z / T, tile.y, some, mean[at])
+    grad *= (upstream.divergence[at] / T)[:, None]
+    if upstream.nll is not None:
+        factor = upstream.nll[at]
+        grad += (tile.z - lse[at][:, None]).exp() * factor[:, None]
+        rows, columns = find_targets(pair.student.local_targets[at], tile.columns)
+        grad[rows, columns] -= factor[rows]
+    if tile.slope is not None:
+        grad *= tile.slope
+    return grad * pair.head.logit_scale
+
+
+def _scale_of(pair: Pair, upstream: Upstream) -> Tensor | None:
+    """Returns a power of two near the largest upstream gradient, by which 16-bit operands are
+    divided: a mean over tokens is below fp16's smallest number. None: operands are wider."""
+    weight = pair.head.weight
+    if operand_dtype(weight) == accumulate_dtype(weight.dtype) or not len(pair.student):
+        return None
+    parts = [x for x in upstream if x is not None]
+    largest = torch.stack([x.abs().amax() for x in parts]).amax()
+    largest *= abs(pair.head.logit_scale) / largest_operand(weight.dtype)
+    return largest.clamp_min(torch.finfo(largest.dtype).tiny).log2().floor().exp2()

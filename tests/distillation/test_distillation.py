@@ -1,0 +1,296 @@
+"""linear_distillation against dense softmaxes in float64: values, gradients, ranks, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist import DistillationOutput, VocabShard, linear_distillation
+from cce_dist.core.allocations import track_allocations
+from cce_dist.reference import divergence_reference, reference_logits
+from cce_dist.testing import DTYPES, RankError, shared_pool
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
+TOKENS, CLASSES, PADDED, DIM, TEACHER_DIM = (4, 35), 700, 706, 24, 40
+OPTIONS: dict[str, Any] = {
+    "beta": 0.3,
+    "temperature": 1.7,
+    "alpha": 0.25,
+    "softcap": 6.0,
+    "teacher_logit_scale": 0.7,
+    "shift": 1,
+}
+# Relative, in the Frobenius norm: float64, fp32, 16-bit operands whose d_logits are not rounded.
+ERRORS = {"float64": 1e-13, "fp32": 2e-6, "bf16": 4e-3, "fp16": 1e-3}
+
+
+@dataclass(frozen=True)
+class Both:
+    """A student's and a teacher's tensors."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+    teacher_hidden: Tensor
+    teacher_weight: Tensor
+    teacher_bias: Tensor
+    targets: Tensor
+
+    @classmethod
+    def make(cls, dtype: torch.dtype, device: str = "cpu") -> Both:
+        generator = torch.Generator().manual_seed(0)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(device, dtype)
+
+        targets = torch.randint(CLASSES, TOKENS, generator=generator)
+        targets[0, 3], targets[2, -1] = -100, -100
+        return cls(
+            randn(*TOKENS, DIM),
+            randn(CLASSES, DIM),
+            randn(CLASSES),
+            randn(*TOKENS, TEACHER_DIM),
+            0.5 * randn(PADDED, TEACHER_DIM),
+            randn(PADDED),
+            targets.to(device),
+        )
+
+    def leaves(self) -> dict[str, Tensor]:
+        tensors = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
+        return {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+
+    def run(self, leaves: dict[str, Tensor], **options: Any) -> DistillationOutput:
+        found = linear_distillation(
+            **leaves,
+            teacher_hidden=self.teacher_hidden,
+            teacher_weight=self.teacher_weight,
+            teacher_bias=self.teacher_bias,
+            targets=self.targets,
+            **{**OPTIONS, "reduction": "none", "stats": ("divergence", "nll"), **options},
+        )
+        assert isinstance(found, DistillationOutput)
+        return found
+
+    def dense(self, leaves: dict[str, Tensor], divergence: str) -> DistillationOutput:
+        """In float64, by the reference."""
+        wide = {name: x.double() for name, x in leaves.items()}
+        z = reference_logits(**wide, softcap=OPTIONS["softcap"])[..., :-1, :]
+        y = reference_logits(
+            self.teacher_hidden.double(),
+            self.teacher_weight[:CLASSES].double(),
+            self.teacher_bias[:CLASSES].double(),
+            logit_scale=OPTIONS["teacher_logit_scale"],
+        )[..., :-1, :]
+        targets = self.targets[..., 1:]
+        counts, index = targets >= 0, targets.clamp_min(0)[..., None]
+        nll = torch.where(counts, -z.log_softmax(-1).gather(-1, index)[..., 0], 0)
+        T, alpha = OPTIONS["temperature"], OPTIONS["alpha"]
+        value = divergence_reference(z / T, y / T, divergence, OPTIONS["beta"])
+        value = torch.where(counts, value, 0)
+        return DistillationOutput((1 - alpha) * value + alpha * nll, value, nll)
+
+
+def upstream_of(loss: Tensor) -> Tensor:
+    return torch.linspace(-1, 2, loss.numel()).view(loss.shape).to(loss)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float(((found.double() - expected).norm() / expected.norm()).detach())
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name in ERRORS])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_values_and_gradients_are_those_of_dense_logits(divergence: str, dtype: str) -> None:
+    both = Both.make(DTYPES[dtype])
+    leaves, wide = both.leaves(), {n: x.double() for n, x in both.leaves().items()}
+    wide = {name: x.detach().requires_grad_() for name, x in wide.items()}
+    found, expected = both.run(leaves, divergence=divergence), both.dense(wide, divergence)
+    for name in found._fields:
+        # Logits of 16-bit operands are not rounded.
+        assert error(getattr(found, name), getattr(expected, name)) < min(ERRORS[dtype], 2e-6), name
+    (found.loss * upstream_of(found.loss)).sum().backward()
+    (expected.loss * upstream_of(expected.loss)).sum().backward()
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None and wide[name].grad is not None
+        assert error(leaf.grad, wide[name].grad) < ERRORS[dtype], name
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_equal_softmaxes(divergence: str) -> None:
+    """A shift of all logits changes nothing."""
+    both = Both.make(torch.float64)
+    hidden = both.hidden.clone().requires_grad_()
+    given = (hidden, both.weight, both.hidden, both.weight)
+    biases = {"bias": both.bias, "teacher_bias": both.bias + 30}
+    loss = linear_distillation(*given, divergence=divergence, **biases, temperature=0.6)  # pyright: ignore
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    assert hidden.grad is not None
+    assert abs(float(loss.detach())) < 1e-13
+    # A sum of absolute values has no derivative where they are 0.
+    assert divergence == "tvd" or float(hidden.grad.abs().max()) < 1e-14
+
+
+def test_numbers_that_no_exponential_holds() -> None:
+    """q underflows where p is large; the teacher masks ids."""
+    weight, hidden = torch.eye(3), torch.tensor([[0.0, 500.0, 1.0], [0.0, 0.0, 0.0]])
+    teacher_bias = torch.tensor([0.0, 0.0, -torch.inf])
+    student = hidden.clone().requires_grad_()
+    given = (student, weight, torch.zeros(2, 3), weight)
+    for divergence in ("forward_kl", "jsd", "tvd"):
+        loss = linear_distillation(
+            *given, divergence=divergence, teacher_bias=teacher_bias, reduction="none"
+        )
+        z, y = hidden.double(), teacher_bias.double().expand(2, 3)
+        expected = divergence_reference(z, y, divergence)
+        torch.testing.assert_close(loss, expected.float(), rtol=1e-6, atol=1e-7)
+        (grad,) = torch.autograd.grad(loss.sum(), student)  # pyright: ignore
+        assert grad.isfinite().all()
+    with torch.no_grad():
+        loss = linear_distillation(*given, divergence="reverse_kl", teacher_bias=teacher_bias)
+    assert torch.equal(loss, torch.tensor(torch.inf))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_reductions_and_weights(reduction: Any) -> None:
+    both, weights = Both.make(torch.float64), torch.rand(TOKENS).double()
+    each = both.run(both.leaves())
+    found = both.run(both.leaves(), reduction=reduction, token_weight=weights)
+    total = (each.loss * weights[..., 1:]).sum()
+    number = (both.targets[..., 1:] >= 0).sum() if reduction == "mean" else 1
+    torch.testing.assert_close(found.loss, total / number)
+
+
+def test_without_targets_all_tokens_count() -> None:
+    both = Both.make(torch.float64)
+    given = (both.hidden, both.weight, both.teacher_hidden, both.teacher_weight)
+    loss = linear_distillation(*given, reduction="none")
+    z, y = both.hidden @ both.weight.T, both.teacher_hidden @ both.teacher_weight[:CLASSES].T
+    torch.testing.assert_close(loss, divergence_reference(z, y, "forward_kl"))
+    some = linear_distillation(*given, torch.full(TOKENS, -100))
+    assert torch.equal(some, torch.zeros_like(some))
+
+
+def test_no_logits_are_allocated() -> None:
+    tokens, classes = 512, 8192
+    hidden = torch.randn(tokens, 16).requires_grad_()
+    weight = torch.randn(classes, 16).requires_grad_()
+    teacher = (torch.randn(tokens, 8), torch.randn(classes, 8))
+    with track_allocations() as allocations:
+        linear_distillation(hidden, weight, *teacher, workspace_bytes=2**20).backward()  # pyright: ignore
+    assert allocations.largest_numel < tokens * classes / 8
+
+
+# -- ranks --------------------------------------------------------------------------------------
+
+
+def on_a_rank(group: Any, both: Both, cuts: tuple[int, ...], split: bool, how: str) -> Any:
+    rank = dist.get_rank(group)
+    start, stop = cuts[rank], cuts[rank + 1]
+    leaves = both.leaves()
+    leaves |= {
+        name: leaves[name].detach()[start:stop].clone().requires_grad_()
+        for name in ("weight", "bias")
+    }
+    teacher = {
+        "teacher_weight": both.teacher_weight[start:stop],
+        "teacher_bias": both.teacher_bias[start:stop],
+    }
+    if split:
+        rows = leaves["hidden"].detach().chunk(group.size())
+        leaves["hidden"] = rows[rank].clone().requires_grad_()
+        teacher["teacher_hidden"] = both.teacher_hidden.chunk(group.size())[rank]
+    shard = VocabShard(start, stop, CLASSES)
+    more = {"group": group, "vocab_shard": shard, "sequence_parallel": split}
+    found = replace(both, **teacher).run(leaves, divergence=how, **more)
+    (found.loss * upstream_of(found.loss)).sum().backward()
+    return tuple(x.detach() for x in found), {name: x.grad for name, x in leaves.items()}
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(
+    ("cuts", "split"),
+    [((0, 350, CLASSES), True), ((0, 11, 11, CLASSES), False)],
+    ids=["even_and_sequence_parallel", "ragged_with_an_empty_shard"],
+)
+def test_over_ranks(divergence: str, cuts: tuple[int, ...], split: bool) -> None:
+    both = Both.make(torch.float64)
+    ranks = shared_pool().run(len(cuts) - 1, on_a_rank, both, cuts, split, divergence)
+    leaves = both.leaves()
+    alone = both.run(leaves, divergence=divergence)
+    (alone.loss * upstream_of(alone.loss)).sum().backward()
+    for found, _ in ranks:
+        for ours, first, expected in zip(found, ranks[0][0], alone, strict=True):
+            assert torch.equal(ours, first)
+            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    for name in ("weight", "bias"):
+        joined = torch.cat([grads[name] for _, grads in ranks])
+        torch.testing.assert_close(joined, leaves[name].grad, rtol=1e-11, atol=1e-12)
+    hidden = [grads["hidden"] for _, grads in ranks]
+    joined = torch.cat(hidden) if split else hidden[0]
+    torch.testing.assert_close(joined, leaves["hidden"].grad, rtol=1e-11, atol=1e-12)
+
+
+def whole_head(group: Any) -> None:
+    both = Both.make(torch.float32)
+    given = (both.hidden, both.weight, both.teacher_hidden, both.teacher_weight)
+    linear_distillation(*given, both.targets, group=group, vocab_shard=VocabShard(0, 700, 700))
+
+
+def test_ranks_that_do_not_tile_the_vocabulary() -> None:
+    with pytest.raises(RankError, match="vocab_shard of the ranks must tile"):
+        shared_pool().run(2, whole_head)
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "divergence": ({"divergence": "kl"}, "^divergence must be one of 'forward_kl', .* got 'kl'"),
+    "beta": ({"beta": 1.0}, r"^beta must lie in \(0, 1\), got 1.0"),
+    "temperature": ({"temperature": 0}, "^temperature must be > 0, got 0"),
+    "alpha": ({"alpha": 1.5}, r"^alpha must lie in \[0, 1\], got 1.5"),
+    "targets": ({"targets": None}, "^targets must be given with alpha=0.25, got None"),
+    "nll": ({"alpha": 0.0}, '^stats "nll" needs alpha > 0, got alpha=0'),
+    "stats": ({"stats": ("lse",)}, "^every entry of stats must be one of 'divergence', 'nll'"),
+    "tokens": (
+        {"teacher_hidden": torch.zeros(4, 34, TEACHER_DIM)},
+        r"^teacher_hidden must be \[\.\.\., D_teacher\] with hidden's tokens \[4, 35\], got",
+    ),
+    "dims": (
+        {"teacher_weight": torch.zeros(CLASSES, 3)},
+        r"^teacher_weight must be \[V_local, D_teacher=40\], got \[700, 3\]",
+    ),
+    "rows": (
+        {"teacher_weight": torch.zeros(CLASSES - 1, TEACHER_DIM)},
+        "^teacher_weight must have the student's 700 classes .* got 699 rows",
+    ),
+    "dtype": (
+        {"teacher_weight": torch.zeros(CLASSES, TEACHER_DIM).double()},
+        "^teacher_weight must have teacher_hidden's dtype torch.float32, got torch.float64",
+    ),
+    "grad": (
+        {"teacher_hidden": torch.zeros(*TOKENS, TEACHER_DIM, requires_grad=True)},
+        "^teacher_hidden must not require grad",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_refused(name: str) -> None:
+    changes, rule = REFUSED[name]
+    both = Both.make(torch.float32)
+    tensors = {key: changes.pop(key) for key in list(changes) if hasattr(both, key)}
+    with pytest.raises(ValueError, match=rule):
+        replace(both, **tensors).run(both.leaves(), **changes)
+
+
+def test_refused_within_torch_compile() -> None:
+    both = Both.make(torch.float32)
+    given = (both.hidden, both.weight, both.teacher_hidden, both.teacher_weight)
+    with pytest.raises(Exception, match=r"linear_distillation does not run within torch.compile"):
+        torch.compile(linear_distillation, fullgraph=True, backend="eager")(*given)
