@@ -63,4 +63,4 @@ TORCH_DISTRIBUTED_IN = {
     "train",
 }
 # Under `if TYPE_CHECKING`.
-TORCH_DISTRIBUTED_TYPES_IN = {"ranks", "frontend", "loss", "logprobs"}
+TORCH_DISTRIBUTED_TYPES_IN = {"ranks", "frontend", "loss", "logprobs", "distillation"}

@@ -66,13 +66,13 @@ class Distill(torch.autograd.Function):
         }
         require_same_sizes(sizes, hidden.device, plan.group)
         pair = pair_of(hidden, weight, bias, teacher, call, objective)
-        found = merge(first_pass(pair), pair, plan)
-        value = mean = found.sums.kl
+        merged = merge(first_pass(pair), pair, plan)
+        value = mean = merged.sums.kl
         if pair.divergences.passes == 2:
-            parts = all_gather(torch.stack(second_pass(pair, found.sums)), plan.group)
+            parts = all_gather(torch.stack(second_pass(pair, merged.sums)), plan.group)
             value, mean = parts.sum(0).unbind(0)
-        nll = found.lse - found.target_logit if pair.has_targets else None
-        vectors = (found.sums.student, found.sums.teacher, mean, found.lse)
+        nll = merged.lse - merged.target_logit if pair.has_targets else None
+        vectors = (merged.sums.student, merged.sums.teacher, mean, merged.lse)
         ctx.softcap_and_scale = teacher[3:]
         ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *vectors)
         ctx.set_materialize_grads(False)

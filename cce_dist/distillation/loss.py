@@ -15,9 +15,9 @@ from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
 from cce_dist.distillation.divergences import Divergence, Divergences
 from cce_dist.distillation.function import Distill, Objective, Teacher
 from cce_dist.frontend import validation
-from cce_dist.frontend.dtensor import is_dtensor
+from cce_dist.frontend.dtensor import arrived, is_dtensor
 from cce_dist.frontend.inputs import Inputs, options_of
-from cce_dist.frontend.prepare import local_targets_of, validate
+from cce_dist.frontend.prepare import cast_by_autocast, enter, local_targets_of, validate
 from cce_dist.frontend.reduction import PickedTokens, TokenLoss, pick_tokens
 from cce_dist.options import (
     Filter,
@@ -115,20 +115,12 @@ def linear_distillation(
     require_stats(stats, get_args(DistillationStat))
     if "nll" in stats and alpha == 0:
         raise ValueError('stats "nll" needs alpha > 0, got alpha=0')
-    if is_traced() or is_fake(hidden):
-        raise ValueError(
-            "linear_distillation does not run within torch.compile or on fake tensors: call it "
-            "outside of the compiled region"
-        )
     if targets is None:
         if alpha:
             raise ValueError(f"targets must be given with alpha={alpha!r}, got None")
         targets = _no_targets(hidden, sequence_parallel, group)
     inputs = Inputs(hidden, weight, targets, bias, token_weight)
-    tensors = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
-    for name, tensor in (*inputs._asdict().items(), *tensors.items()):
-        if is_dtensor(tensor):
-            raise ValueError(f"{name} must be a plain tensor, got a DTensor: pass to_local()")
+    _require_plain(inputs, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)
     options = options_of(
         sequence_parallel=sequence_parallel,
         ignore_index=ignore_index,
@@ -142,6 +134,8 @@ def linear_distillation(
         backend="torch",
         workspace_bytes=workspace_bytes,
     )
+    inputs = enter(inputs, options, group, vocab_shard).inputs
+    hidden, weight, targets = inputs.hidden, inputs.weight, inputs.targets
     ranks, shard, shape = validate(inputs, options, group, vocab_shard)
     teacher = _teacher(
         hidden,
@@ -171,6 +165,17 @@ def linear_distillation(
     with without_autocast(hidden.device.type), unseen_by_checkpointing():
         value, nll = Distill.apply(flat, weight, bias, teacher, call, objective)
     return _output(value, nll, terms, picked, shape, (reduction, shift, stats, alpha))
+
+
+def _require_plain(inputs: Inputs, **teacher: Tensor) -> None:
+    if is_traced() or is_fake(inputs.hidden):
+        raise ValueError(
+            "linear_distillation does not run within torch.compile or on fake tensors: call it "
+            "outside of the compiled region"
+        )
+    for name, tensor in (*inputs._asdict().items(), *teacher.items()):
+        if is_dtensor(tensor):
+            raise ValueError(f"{name} must be a plain tensor, got a DTensor: pass to_local()")
 
 
 def _output(
@@ -233,8 +238,11 @@ def _teacher(
     Raises:
         ValueError: an argument is not supported; the message says which.
     """
-    given = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
-    for name, value in given.items():
+    teacher_hidden, teacher_weight = cast_by_autocast(
+        arrived(teacher_hidden), arrived(teacher_weight)
+    )
+    required = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
+    for name, value in required.items():
         tensor = validation.require_tensor(name, value)
         if tensor.dtype not in validation.DTYPES:
             raise ValueError(f"{name} must be bf16, fp16, fp32 or float64, got {tensor.dtype}")
@@ -261,7 +269,7 @@ def _teacher(
         )
     size = [teacher_weight.shape[0]]
     validation.check_vector("teacher_bias", teacher_bias, size, "teacher_weight's rows", hidden)
-    for name, value in (*given.items(), ("teacher_bias", teacher_bias)):
+    for name, value in (*required.items(), ("teacher_bias", teacher_bias)):
         if value is not None and value.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} must not require grad: linear_distillation has gradients by the student's "

@@ -54,6 +54,8 @@ def names_of() -> dict[str, Any]:
         "reference": torch.full((8, 11), -4.5),
         "reference_hidden": torch.randn(8, 12, 4, generator=generator),
         "reference_weight": torch.randn(70, 4, generator=generator),
+        "teacher_hidden": torch.randn(8, 12, 4, generator=generator),
+        "teacher_weight": torch.randn(70, 4, generator=generator),
         "advantages": torch.randn(8, generator=generator),
         "advantage": given["advantage"][:, 1:],
         # Each token allowed its own id and three more.
