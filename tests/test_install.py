@@ -256,7 +256,7 @@ def test_megatron_patch(environments: Environments) -> None:
 
 def test_shell_completion(environments: Environments, tmp_path: Path) -> None:
     command = environments(CORE).parent / "cce-dist"
-    words = "_CCE_DIST_COMPLETE=complete_bash COMP_WORDS='cce-dist bench lo' COMP_CWORD=2"
+    words = "_CCE_DIST_COMPLETE=complete_bash COMP_WORDS='cce-dist bench los' COMP_CWORD=2"
     install = f"HOME={tmp_path} {command} --install-completion && {words} {command}"
     done = run(["bash", "-c", install])
     assert done.stdout.splitlines()[-1] == "loss"

@@ -16,7 +16,7 @@ def test_a_replayed_support_is_the_samplers_softmax() -> None:
     inputs = make_inputs("zipf", Shape(96, 700, 16))
     rows = bench_rollout(inputs, top_p=0.8, temperature=1.3)
     by = {(row["method"], row["trainer"], row["support"]): row for row in rows}
-    assert len(by) == len(rows) == 8
+    assert len(by) == len(rows) == 10
     # The same logits as the sampler's.
     same = by["dense", "bfloat16", "replayed"]
     assert same["mean_ratio"] == pytest.approx(1, abs=1e-6) and same["far_share"] == 0
@@ -42,7 +42,7 @@ def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     tiny = ("--tokens", "32", "--vocab", "300", "--dim", "8")
     invoke("rollout", "--inputs", "gaussian", *tiny, "--csv", str(path))
-    assert len(read_csv(path)) == 8
+    assert len(read_csv(path)) == 10
     refused = refuse("rollout", "--inputs", "gaussian", *tiny, "--top-p", "1.5")
     assert "top-p must lie in (0, 1], got 1.5" in refused
     assert "temperature must be > 0" in refuse(

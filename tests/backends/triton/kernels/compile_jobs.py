@@ -46,7 +46,7 @@ from cce_dist.backends.triton.filter.marks import keep
 from cce_dist.backends.triton.forward.largest import largest
 from cce_dist.backends.triton.grads import backward, scale
 from cce_dist.backends.triton.launch import start as launch_start
-from cce_dist.backends.triton.pairs import pair_gradients, pair_logits
+from cce_dist.backends.triton.pairs import PART, pair_gradients, pair_logits
 from cce_dist.backends.triton.stats import forward, statistics_of_segments
 from cce_dist.backends.triton.tokens.merge import merge_lse_and_target, pack_lse_and_target
 from cce_dist.backends.triton.tokens.pick import pick_on_device
@@ -347,7 +347,9 @@ def compile_small() -> None:
 
 
 def compile_pairs() -> None:
-    pairs = Pairs(*(torch.zeros(TOKENS, dtype=torch.int64) for _ in Pairs.__dataclass_fields__))
+    # More than one part.
+    number = 2 * PART
+    pairs = Pairs(*(torch.zeros(number, dtype=torch.int64) for _ in Pairs.__dataclass_fields__))
     for dtype in (torch.bfloat16, torch.float32):
         hidden = torch.zeros(TOKENS, Call().dim, dtype=dtype)
         head = head_of(replace(Call(everything=True), dtype=dtype))
