@@ -63,7 +63,7 @@ def enter(
 
 
 class Validated(NamedTuple):
-    """What validation learns of a call's arguments."""
+    """The results of validation: the ranks, this rank's rows, and the targets' shape."""
 
     group: Group | None
     shard: VocabShard
