@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_patch.errors import PatchError
 from megatron_patch.frameworks.adapter import Adapter, Seam
-from megatron_patch.frameworks.shards import require_even_rows, shard_logprobs
+from megatron_patch.frameworks.shards import shard_logprobs
 from megatron_patch.options import PatchOptions
 
 UTILS, TRAIN = "nemo_rl.distributed.model_utils", "nemo_rl.models.megatron.train"
@@ -61,7 +61,6 @@ def _from_hidden(
 ) -> Tensor:
     """Returns log-probabilities [b, s - 1] fp32, each of the next token."""
     hidden, weight = tensor_parallel_hidden_states, output_weight_layer
-    require_even_rows(vocab_start_index, vocab_end_index, weight, tp_group)
     size = 1 if cp_group is None else dist.get_world_size(cp_group)
     if size > 1:
         raise PatchError(
@@ -74,6 +73,7 @@ def _from_hidden(
             target.roll(-1, dims=-1).T.contiguous(),
             group=tp_group,
             options=options,
+            bounds=(vocab_start_index, vocab_end_index),
             sequence_parallel=hidden.shape[0] != target.shape[1],
         )
         return result.logprobs.T.contiguous()[:, :-1]

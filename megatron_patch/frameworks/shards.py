@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import TokenLogprobs, VocabShard, token_logprobs
-from megatron_patch.errors import PatchError
 from megatron_patch.head import IGNORED
 from megatron_patch.logprobs import Stat
 from megatron_patch.options import PatchOptions
@@ -22,6 +21,7 @@ def shard_logprobs(
     *,
     group: Any,
     options: PatchOptions,
+    bounds: tuple[int, int] | None = None,
     sequence_parallel: bool = False,
     temperature: float = 1.0,
     stats: tuple[Stat, ...] = (),
@@ -29,11 +29,15 @@ def shard_logprobs(
     """Computes log-probabilities of targets; a target that is no class has 0 and costs nothing.
 
     The gradient of hidden is the sum over the group's ranks, on each of them.
+    Args: bounds: the ids of this rank's rows; None: an even split. Ranks that are split otherwise
+        need `options.vocab_size`. Where the ranks' rows do not tile it, each raises ValueError.
     Returns: fields [...] fp32, the same bits on every rank.
     Collectives: those of `token_logprobs` over the group.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    shard = VocabShard.even(weight.shape[0], rank, size, options.vocab_size)
+    rows = weight.shape[0]
+    start, stop = bounds or (rank * rows, (rank + 1) * rows)
+    shard = VocabShard(start, stop, options.vocab_size or size * rows)
     inside = (targets >= 0) & (targets < shard.vocab_size)
     return token_logprobs(
         hidden,
@@ -49,17 +53,3 @@ def shard_logprobs(
         backend=options.loss.backend,
         workspace_bytes=options.workspace_bytes,
     )
-
-
-def require_even_rows(start: int, end: int, weight: Tensor, group: Any) -> None:
-    """Checks that a rank's rows are those of an even split of the vocabulary.
-
-    Raises:
-        PatchError: the rank's rows begin or end elsewhere.
-    """
-    rows, rank = weight.shape[0], dist.get_rank(group)
-    if (start, end) != (rank * rows, (rank + 1) * rows):
-        raise PatchError(
-            f"rank {rank}'s {rows} rows of the head must be the classes {rank * rows} to "
-            f"{(rank + 1) * rows}, got {start} to {end}"
-        )

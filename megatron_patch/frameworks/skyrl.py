@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_patch.errors import PatchError
 from megatron_patch.frameworks.adapter import Adapter, Seam
-from megatron_patch.frameworks.shards import require_even_rows, shard_logprobs
+from megatron_patch.frameworks.shards import shard_logprobs
 from megatron_patch.options import PatchOptions
 from megatron_patch.refusals import why_changed
 from megatron_patch.seams import find_seams
@@ -130,7 +130,6 @@ def _rows(
     inference_only: bool = False,
 ) -> Tensor:
     """Returns log-probabilities [b, s] fp32."""
-    require_even_rows(vocab_start_index, vocab_end_index, weight, tp_group)
     temperature = backend.temperature if isinstance(backend, _Ours) else 1.0
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         # SkyRL casts hidden, too.
@@ -140,6 +139,7 @@ def _rows(
             target,
             group=tp_group,
             options=options,
+            bounds=(vocab_start_index, vocab_end_index),
             temperature=temperature,
         ).logprobs
 

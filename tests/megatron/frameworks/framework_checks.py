@@ -213,11 +213,6 @@ def check_skyrl(setup: Setup) -> None:
     case.model.config.use_mup = True
     with pytest.raises(megatron_patch.PatchError, match="use_mup scales logits"):
         process()
-    with pytest.raises(megatron_patch.PatchError, match=r"must be the classes .* got"):
-        start, end = case.rows
-        module.from_parallel_hidden_to_logprobs(
-            case.hidden, case.weight, case.ids, start + 1, end, case.group
-        )
 
 
 def check_skyrl_as_theirs(setup: Setup) -> None:
