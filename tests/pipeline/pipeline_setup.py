@@ -170,7 +170,8 @@ def slice_of(setup: Setup, x: Tensor, tensor_group: Any) -> Tensor:
     if not setup.sequence_parallel:
         return x
     parts = x.view(setup.microbatches, MICROBATCH, *x.shape[1:]).chunk(setup.tensor, 1)
-    return parts[dist.get_rank(tensor_group)].flatten(0, 1)
+    # A microbatch of one sequence would be a view; torch 2.11's stages compare strides.
+    return parts[dist.get_rank(tensor_group)].flatten(0, 1).contiguous()
 
 
 def rows_of(setup: Setup) -> int:
