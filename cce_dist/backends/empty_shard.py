@@ -16,6 +16,7 @@ from cce_dist.backends.protocol import (
     ForwardRequest,
     Room,
     Scores,
+    TeacherStats,
     Traits,
 )
 from cce_dist.backends.torch.backend import TorchBackend
@@ -37,6 +38,7 @@ class EmptyShard(TorchBackend):
         chooses_in_forward=True,
         in_forward_filters=True,
         narrow_logits=True,
+        compares_heads=True,
     )
     merge_kernels = KERNELS
 
@@ -46,14 +48,21 @@ class EmptyShard(TorchBackend):
     def forward(
         self, tokens: Tokens, head: Head, request: ForwardRequest
     ) -> tuple[Stats, Scores | None]:
-        if request.bounds is not None:
-            nothing = head.weight.new_full((len(tokens),), -torch.inf, dtype=torch.float32)
-            for _ in EXCHANGES:
-                request.bounds(nothing)
+        _exchange_nothing(tokens, head, request)
         tokens = replace(tokens, local_targets=tokens.local_targets.long())
         if request.segment:
             return statistics_of_segments(tokens, head, request), None
         return statistics(tokens, head, replace(request, filter=None, store=None))
+
+    def forward_of_heads(
+        self, tokens: Tokens, head: Head, teacher: tuple[Tokens, Head], request: ForwardRequest
+    ) -> TeacherStats:
+        # One model after the other, after each launch.
+        _exchange_nothing(tokens, head, request)
+        _exchange_nothing(tokens, head, request)
+        zeros = head.weight.new_zeros(len(tokens), dtype=torch.float32)
+        nothing = torch.full_like(zeros, -torch.inf)
+        return TeacherStats(Stats(nothing, zeros), nothing, zeros, None, None)
 
     def keep(
         self,
@@ -75,3 +84,11 @@ class EmptyShard(TorchBackend):
             if not request.hidden.is_local:
                 hidden = request.hidden.start(hidden)()
         return LocalGrads(hidden, zeros(0, dtype=torch.float32) if request.bias else None)
+
+
+def _exchange_nothing(tokens: Tokens, head: Head, request: ForwardRequest) -> None:
+    if request.bounds is None:
+        return
+    nothing = head.weight.new_full((len(tokens),), -torch.inf, dtype=torch.float32)
+    for _ in EXCHANGES:
+        request.bounds(nothing)

@@ -111,6 +111,28 @@ class ForwardRequest:
 
 
 @dataclass(frozen=True)
+class TeacherStats:
+    """Step 1 of two heads. Each field is of every token over this shard, [N] fp32."""
+
+    student: Stats
+    teacher_lse: Tensor
+    kl: Tensor  # nats: KL(teacher || student) of the softmaxes over this shard's columns alone
+    scores: Scores | None  # None: this shard has no columns
+    teacher_scores: Scores | None
+
+
+@dataclass(frozen=True)
+class TeacherPart:
+    """Another head's probabilities that a backward adds to d_logits: step 3 of two heads."""
+
+    tokens: Tokens  # the student's, with the teacher's hidden states
+    head: Head
+    lse: Tensor  # [N] merged over the ranks
+    upstream: Tensor  # [N] the loss's gradient by this lse, if it were the student's
+    kept: Kept | None
+
+
+@dataclass(frozen=True)
 class WeightGrad:
     """The memory of the weight's gradient."""
 
@@ -144,6 +166,8 @@ class BackwardRequest:
     # No token's hidden gradient follows from another token. It keeps every column, in one order of
     # sums whatever the number of tokens is, and nothing is stored.
     invariant: bool = False
+    # Needs `Traits.compares_heads`, and columns chosen of both heads.
+    teacher: TeacherPart | None = None
 
 
 @dataclass(frozen=True)
@@ -184,6 +208,7 @@ class Traits:
     # A chunk's logits have as many bytes as the weight's elements, and the weight's gradient may
     # add up in the weight's dtype; otherwise both take the accumulation dtype.
     narrow_logits: bool
+    compares_heads: bool = False  # `forward_of_heads` and `BackwardRequest.teacher`
 
 
 class Backend(Protocol):
@@ -205,6 +230,14 @@ class Backend(Protocol):
         self, tokens: Tokens, head: Head, request: ForwardRequest
     ) -> tuple[Stats, Scores | None]:
         """Computes statistics of every token over this shard, [N] each, and the columns' scores."""
+        ...
+
+    def forward_of_heads(
+        self, tokens: Tokens, head: Head, teacher: tuple[Tokens, Head], request: ForwardRequest
+    ) -> TeacherStats:
+        """Computes `forward` of a student's and a teacher's logits, and their forward KL, in one
+        pass. Both score their columns by `request.filter`, and exchange their bounds, the student
+        first. With `Traits.compares_heads` alone."""
         ...
 
     def keep(

@@ -58,15 +58,10 @@ class Distill(torch.autograd.Function):
         objective: Objective,
     ):
         ctx.call, ctx.objective, plan = call, objective, call.plan
-        sizes = {
-            "rows of hidden": len(hidden),
-            "D of hidden": hidden.shape[1],
-            "D of teacher_hidden": teacher.hidden.shape[1],
-            "tokens to compute (not ignored)": len(call.local_targets),
-        }
-        require_same_sizes(sizes, hidden.device, plan.group)
+        require_equal_sizes(hidden, teacher, call)
         pair = pair_of(hidden, weight, bias, teacher, call, objective)
-        merged = merge(first_pass(pair), pair, plan)
+        first, divergences = first_pass(pair), pair.divergences
+        merged = merge(first, divergences, plan, has_targets=pair.has_targets)
         value = mean = merged.sums.kl
         if pair.divergences.passes == 2:
             parts = all_gather(torch.stack(second_pass(pair, merged.sums)), plan.group)
@@ -137,14 +132,29 @@ def pair_of(
     )
 
 
-def merge(local: FirstPass, pair: Pair, plan: Plan) -> FirstPass:
+def require_equal_sizes(hidden: Tensor, teacher: Teacher, call: Call) -> None:
+    """Checks that all ranks are about to send tensors of the same sizes. Collectives: those of
+    `gather.require_same_sizes`."""
+    sizes = {
+        "rows of hidden": len(hidden),
+        "D of hidden": hidden.shape[1],
+        "D of teacher_hidden": teacher.hidden.shape[1],
+        "tokens to compute (not ignored)": len(call.local_targets),
+    }
+    require_same_sizes(sizes, hidden.device, call.plan.group)
+
+
+def merge(
+    local: FirstPass, divergences: Divergences, plan: Plan, *, has_targets: bool
+) -> FirstPass:
     """Merges the ranks' sums; all ranks get the same bits.
 
     Collectives: one all-gather of 8 + K N numbers, K = 3, or 5 with targets.
     """
     if plan.group is None:
         return local
-    vectors = [*local.sums, *((local.lse, local.target_logit) if pair.has_targets else ())]
+    of_targets = (local.lse, local.target_logit) if has_targets else ()
+    vectors = [*local.sums, *of_targets]
     packed = torch.stack(vectors)
     payload = torch.cat([encode(plan.shard, packed.numel(), packed), packed.flatten()])
     parts = all_gather(payload, plan.group)
@@ -155,4 +165,4 @@ def merge(local: FirstPass, pair: Pair, plan: Plan) -> FirstPass:
     lse, targets = others or (student, torch.zeros_like(student))
     stats = Stats(lse, targets)
     require(is_sound(headers, stats, None), lambda: flaw(headers, stats, None), RULE)
-    return FirstPass(pair.divergences.merge(sums), logaddexp_parts(lse), targets.sum(0))
+    return FirstPass(divergences.merge(sums), logaddexp_parts(lse), targets.sum(0))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from cce_dist.algorithm.autograd import TwoPass
 from cce_dist.algorithm.call import Call
 from cce_dist.algorithm.once import without_autocast
 from cce_dist.algorithm.plan import plan_of
 from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
+from cce_dist.distillation.by_kernels import DistillByKernels
 from cce_dist.distillation.divergences import Divergence, Divergences
 from cce_dist.distillation.function import Distill, Objective, Teacher
 from cce_dist.frontend import validation
@@ -20,7 +23,9 @@ from cce_dist.frontend.inputs import Inputs, options_of
 from cce_dist.frontend.prepare import cast_by_autocast, enter, local_targets_of, validate
 from cce_dist.frontend.reduction import PickedTokens, TokenLoss, pick_tokens
 from cce_dist.options import (
+    Backend,
     Filter,
+    LossOptions,
     Reduction,
     Screen,
     require_choice,
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
     from cce_dist.vocab_shard import VocabShard
 
 DistillationStat = Literal["divergence", "nll"]
+GradientOfBoth = Literal["filtered", "exact"]
 
 
 class DistillationOutput(NamedTuple):
@@ -73,7 +79,10 @@ def linear_distillation(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     shift: int = 0,
+    gradient: GradientOfBoth = "filtered",
+    filter: Filter = Filter(),  # noqa: B008 - frozen
     stats: tuple[DistillationStat, ...] = (),
+    backend: Backend = "auto",
     workspace_bytes: int | None = None,
 ) -> Tensor | DistillationOutput:
     """Divergence of a student's softmax from a teacher's, over hidden @ weight.T of each; no logits
@@ -83,9 +92,9 @@ def linear_distillation(
 
         (1 - alpha) D(p, q) + alpha nll,        nll of the target, at temperature 1
 
-    without a factor temperature^2. Gradients are those of every column, by hidden, weight and bias.
-    Eager torch computes tile by tile, on any device, in 16 bits with fp32 sums.
-    docs/design/distillation.md.
+    without a factor temperature^2. Gradients are by hidden, weight and bias. On a GPU the Triton
+    kernels compute forward KL with filtered gradients. All else is eager torch, tile by tile, with
+    gradients of every column. docs/design/distillation.md.
 
     Args:
         teacher_hidden: of the same tokens; D and dtype may differ from hidden's.
@@ -97,6 +106,10 @@ def linear_distillation(
         temperature: > 0, divides both models' logits, after softcap and scale.
         alpha: share of the target's cross-entropy, in [0, 1].
         stats: "divergence" and "nll"; nll needs alpha > 0.
+        gradient: "filtered" lets the kernels replace columns where both models have little mass by
+            the product of their marginals; "exact" computes every column, in eager torch.
+        filter: `Filter` for each model's mass, without `eps`; columns are never drawn.
+        backend: "auto", "torch", or "triton", which needs forward KL with filtered gradients.
         group, vocab_shard, sequence_parallel, token_weight, ignore_index, reduction, shift,
             workspace_bytes: as in `linear_cross_entropy`; with sequence_parallel both hidden states
             are this rank's slices.
@@ -107,11 +120,14 @@ def linear_distillation(
         ValueError: an argument is not supported; the message says which. So are teacher tensors
             that require grad, DTensors, and calls within torch.compile.
     Collectives on `group`: forward one all-gather of 12 N + 32 bytes (20 N + 32 with alpha), and
-        one of 8 N for "jsd" and "tvd"; backward those of `linear_cross_entropy`. With
-        sequence_parallel all-gathers of both hidden states in forward and backward.
+        one of 8 N for "jsd" and "tvd"; kernels eight of 4 N before it, and, with alpha and a
+        temperature that is not 1, those of `linear_cross_entropy`; backward those of
+        `linear_cross_entropy`. With sequence_parallel all-gathers of both hidden states in forward
+        and backward.
     Determinism: the loss is bitwise equal on all ranks and from run to run.
     """
     objective = _objective(divergence, beta, temperature, alpha)
+    require_choice("gradient", gradient, get_args(GradientOfBoth))
     require_stats(stats, get_args(DistillationStat))
     if "nll" in stats and alpha == 0:
         raise ValueError('stats "nll" needs alpha > 0, got alpha=0')
@@ -128,12 +144,17 @@ def linear_distillation(
         shift=shift,
         softcap=softcap,
         logit_scale=logit_scale,
-        gradient="exact",
-        filter=Filter(),
+        gradient=gradient,
+        filter=filter,
         screen=Screen(),
-        backend="torch",
+        backend=backend,
         workspace_bytes=workspace_bytes,
     )
+    if options.filter.eps is not None:
+        raise ValueError(
+            f"filter of linear_distillation must keep columns by mass, got eps={filter.eps!r}: use "
+            "Filter.keep"
+        )
     inputs = enter(inputs, options, group, vocab_shard).inputs
     hidden, weight, targets = inputs.hidden, inputs.weight, inputs.targets
     ranks, shard, shape = validate(inputs, options, group, vocab_shard)
@@ -145,15 +166,16 @@ def linear_distillation(
         shard.num_classes,
         (teacher_softcap, teacher_logit_scale),
     )
+    options = _with_backend(options, objective, teacher)
     plan = plan_of(hidden, targets.numel(), options, ranks, shard)
     picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
-    validation.check_target_range(picked.targets, shard.vocab_size, ignore_index)
+    validation.check_target_range(picked.targets, shard.vocab_size, ignore_index, picked.in_range)
     terms = TokenLoss.of(picked, options, token_weight, None, hidden)
     call = Call(
         plan=plan,
         rows=picked.rows,
         local_targets=local_targets_of(picked, shard),
-        count=None,
+        count=picked.count,
         device_type=hidden.device.type,
         class_weight=None,
         quantized=None,
@@ -163,8 +185,47 @@ def linear_distillation(
     )
     flat = hidden.reshape(-1, hidden.shape[-1])
     with without_autocast(hidden.device.type), unseen_by_checkpointing():
-        value, nll = Distill.apply(flat, weight, bias, teacher, call, objective)
+        value, nll = _divergence_and_nll(flat, weight, bias, teacher, call, objective)
     return _output(value, nll, terms, picked, shape, (reduction, shift, stats, alpha))
+
+
+def _divergence_and_nll(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher: Teacher,
+    call: Call,
+    objective: Objective,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns each token's divergence, and nll where alpha > 0, [N]."""
+    tensors = hidden, weight, bias
+    if not call.plan.backend.traits.compares_heads:
+        return Distill.apply(*tensors, teacher, call, objective)
+    if not objective.alpha or objective.temperature == 1:
+        return DistillByKernels.apply(*tensors, teacher, call, objective)
+    # Two temperatures are two softmaxes of the student.
+    value, _ = DistillByKernels.apply(*tensors, teacher, call, replace(objective, alpha=0.0))
+    return value, TwoPass.apply(*tensors, None, call)[0]
+
+
+def _with_backend(options: LossOptions, objective: Objective, teacher: Teacher) -> LossOptions:
+    """Returns the options with backend "torch" where kernels cannot compute the call.
+
+    Raises:
+        ValueError: backend="triton" was asked for.
+    """
+    reason = None
+    if objective.divergences.name != "forward_kl":
+        reason = f'divergence="forward_kl", got {objective.divergences.name!r}'
+    elif options.gradient != "filtered":
+        reason = f'gradient="filtered", got {options.gradient!r}'
+    elif teacher.weight.dtype == torch.float64:
+        reason = "a teacher in bf16, fp16 or fp32, got float64"
+    if reason is None:
+        return options
+    if options.backend == "triton":
+        raise ValueError(f'backend="triton" of linear_distillation needs {reason}')
+    return replace(options, backend="torch")
 
 
 def _require_plain(inputs: Inputs, **teacher: Tensor) -> None:

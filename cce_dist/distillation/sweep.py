@@ -139,6 +139,9 @@ def gradients(
     of_hidden = new(len(tokens), head.weight.shape[1], dtype=dtype) if hidden else None
     of_bias = new(head.weight.shape[0], dtype=dtype) if bias else None
     columns, open_columns, scale = None, slice(0, 0), _scale_of(pair, upstream)
+    if weight is not None and not weight.accumulate and not len(tokens):
+        # There is no tile that would store its columns.
+        weight.rows.zero_()
     for tile in pair.tiles():
         if tile.columns != open_columns:
             _store(weight, open_columns, columns)

@@ -64,8 +64,9 @@ class Both:
         tensors = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
         return {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
 
-    def run(self, leaves: dict[str, Tensor], **options: Any) -> DistillationOutput:
-        found = linear_distillation(
+    def run(self, leaves: dict[str, Tensor], **options: Any) -> Any:
+        """Returns a DistillationOutput, or the loss alone with stats=()."""
+        return linear_distillation(
             **leaves,
             teacher_hidden=self.teacher_hidden,
             teacher_weight=self.teacher_weight,
@@ -73,24 +74,27 @@ class Both:
             targets=self.targets,
             **{**OPTIONS, "reduction": "none", "stats": ("divergence", "nll"), **options},
         )
-        assert isinstance(found, DistillationOutput)
-        return found
 
-    def dense(self, leaves: dict[str, Tensor], divergence: str) -> DistillationOutput:
-        """In float64, by the reference."""
+    def dense(
+        self, leaves: dict[str, Tensor], divergence: str, changes: dict[str, Any] | None = None
+    ) -> DistillationOutput:
+        """In float64, by the reference, with `changes` to the options."""
+        options = {"teacher_softcap": None, **OPTIONS, **(changes or {})}
+        shift = slice(None, TOKENS[-1] - 1) if options["shift"] else slice(None)
         wide = {name: x.double() for name, x in leaves.items()}
         tensors = (wide["hidden"], wide["weight"], wide["bias"])
-        z = reference_logits(*tensors, softcap=OPTIONS["softcap"])[..., :-1, :]
+        z = reference_logits(*tensors, softcap=options["softcap"])[..., shift, :]
         y = reference_logits(
             self.teacher_hidden.double(),
-            self.teacher_weight[:CLASSES].double(),
-            self.teacher_bias[:CLASSES].double(),
-            logit_scale=OPTIONS["teacher_logit_scale"],
-        )[..., :-1, :]
-        targets = self.targets[..., 1:]
+            self.teacher_weight[: len(self.weight)].double(),
+            self.teacher_bias[: len(self.weight)].double(),
+            softcap=options["teacher_softcap"],
+            logit_scale=options["teacher_logit_scale"],
+        )[..., shift, :]
+        targets = self.targets[..., options["shift"] :]
         counts, index = targets >= 0, targets.clamp_min(0)[..., None]
         nll = torch.where(counts, -z.log_softmax(-1).gather(-1, index)[..., 0], 0)
-        T, alpha = OPTIONS["temperature"], OPTIONS["alpha"]
+        T, alpha = options["temperature"], options["alpha"]
         value = divergence_reference(z / T, y / T, divergence, OPTIONS["beta"])
         value = torch.where(counts, value, 0)
         return DistillationOutput((1 - alpha) * value + alpha * nll, value, nll)

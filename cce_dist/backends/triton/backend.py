@@ -22,6 +22,7 @@ from cce_dist.backends.triton.launch.replay import Replayed
 from cce_dist.backends.triton.pairs import pair_gradients, pair_logits
 from cce_dist.backends.triton.screened.quantize import quantize_for
 from cce_dist.backends.triton.stats import forward, statistics_of_segments
+from cce_dist.backends.triton.teacher.forward import forward_of_heads
 from cce_dist.backends.triton.tokens.merge import KERNELS
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.backends.triton.warm_up import warm_up
@@ -58,9 +59,11 @@ class TritonBackend:
         chooses_in_forward=True,
         in_forward_filters=True,
         narrow_logits=True,
+        compares_heads=True,
     )
     merge_kernels = KERNELS
 
+    forward_of_heads = staticmethod(forward_of_heads)
     keep = staticmethod(keep)
     scale = staticmethod(scale)
     largest = staticmethod(largest)
@@ -86,7 +89,8 @@ class TritonBackend:
         return stats, marks
 
     def backward(self, tokens: Tokens, head: Head, request: BackwardRequest) -> LocalGrads:
-        return _backward(tokens, head, request)
+        # What is replayed has one head.
+        return (_backward if request.teacher is None else backward)(tokens, head, request)
 
     def store_for(
         self,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cce_dist.backends.triton.backward.exact import products_of_every_column
 from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
+from cce_dist.backends.triton.backward.teacher import teacher_arguments
 from cce_dist.backends.triton.backward.whole import products_by_torch
 from cce_dist.backends.triton.filter.lists import TILE, Lists
 from cce_dist.backends.triton.kernels.backward.after_hidden import after_hidden_kernel
@@ -119,13 +120,14 @@ def _launch_filtered(
     weight, head, tiles, marks = state.weight, state.head, state.tiles, state.kept.marks
     per_token, listed, workspace = state.per_token, state.listed, memory.workspace
     block_k, use_tma, or_dummy = tiles.backward_dims, takes_tma(weight), state.or_dummy
+    kept = marks.kept if state.teacher is None else state.teacher.either.kept
     # Programs wait for each other: all of them must be there before the first one starts.
     cooperative = {} if interpreted() else {"launch_cooperative_grid": True}
     start(filtered_kernel, (programs,))(
         hidden_ptr=state.hidden, rows_ptr=per_token.read_rows, weight_ptr=weight,
         bias_ptr=or_dummy(head.bias), class_weight_ptr=or_dummy(head.class_weight),
         target_ptr=per_token.targets, count_ptr=state.count, upstream_ptr=per_token.factors,
-        grad_scale_ptr=per_token.grad_scale, seed_ptr=marks.seed, kept_ptr=marks.kept,
+        grad_scale_ptr=per_token.grad_scale, seed_ptr=marks.seed, kept_ptr=kept,
         drawn_ptr=marks.drawn, order_ptr=lists.order, starts_ptr=lists.starts,
         blocks_ptr=lists.blocks, position_ptr=lists.position, num_blocks_ptr=lists.num_blocks,
         num_active_ptr=lists.num_active, first_ptr=lists.first, num_chunks_ptr=lists.num_chunks,
@@ -157,7 +159,8 @@ def _launch_filtered(
         HAS_CLASS_WEIGHT=head.class_weight is not None, HAS_GRAD_HIDDEN=grads.hidden is not None,
         HAS_GRAD_WEIGHT=grads.weight is not None, HAS_GRAD_BIAS=grads.bias is not None,
         ACCUMULATE=grads.accumulate, UNKEPT=TILE if interpreted() else UNKEPT,
-        UNKEPT_SLICE=UNKEPT_SLICE, num_warps=tiles.backward_warps, **cooperative,
+        UNKEPT_SLICE=UNKEPT_SLICE, num_warps=tiles.backward_warps,
+        **teacher_arguments(state.teacher, state.count, block_k), **cooperative,
     )  # fmt: skip
 
 

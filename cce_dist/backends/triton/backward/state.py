@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from cce_dist.backends.protocol import BackwardRequest, Room
+from cce_dist.backends.triton.backward.teacher import TeacherState
 from cce_dist.backends.triton.backward.upstream import TokenUpstream
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import TILE, ListedLogits, Lists
@@ -104,6 +105,7 @@ class BackwardState:
     logits: KeptLogits | None  # kept by the forward, of the last columns; overwritten
     listed: ListedLogits | None  # kept by the forward, of the last chunk of `lists`; overwritten
     invariant: bool = False  # see `BackwardRequest`
+    teacher: TeacherState | None = None
     centroid: Tensor | None = None  # [padded_groups, D] mean of the columns that a group drops
     sums: Tensor | None = None  # the same: a column's gradient for a share of 1 of a group
     bias_sums: Tensor | None = None  # [padded_groups]
@@ -135,6 +137,11 @@ class BackwardState:
             num_blocks,
             by_torch=by_torch,
         )
+        teacher = None
+        if request.teacher is not None:
+            part = request.teacher
+            teacher = TeacherState.of(tokens, head, request, part, per_token, num_blocks)
+            marks = teacher.either
         state = cls(
             num_tokens=len(tokens),
             head=head,
@@ -156,6 +163,7 @@ class BackwardState:
             logits=logits,
             listed=listed,
             invariant=request.invariant,
+            teacher=teacher,
         )
         draws = kept is not None and kept.draws and request.hidden is not None
         steps = [step for step in (tokens.fill, state._tail_sums(draws)) if step is not None]
@@ -169,8 +177,8 @@ class BackwardState:
         try:
             if listed is not None:
                 state.lists = listed.lists
-            elif kept is not None:
-                state.lists = Lists.of(kept.marks, weight, num_blocks, room, draws=draws)
+            elif marks is not None:
+                state.lists = Lists.of(marks, weight, num_blocks, room, draws=draws)
         finally:
             if wait is not None:
                 wait()
@@ -194,15 +202,27 @@ class BackwardState:
 
     @property
     def share(self) -> Tensor | None:
-        return None if self.kept is None or self.tail_mass is None else self.kept.marks.share
+        if self.kept is None or self.tail_mass is None:
+            return None
+        return self.kept.marks.share if self.teacher is None else self.teacher.share
 
     @property
     def groups(self) -> int:
+        """The groups of all tails: a teacher has as many as its student."""
         return 0 if self.share is None else self.share.shape[0]
 
     @property
+    def groups_of_tail(self) -> int:
+        return self.groups if self.teacher is None else self.groups // 2
+
+    @property
+    def mean_or_teacher(self) -> Tensor | None:
+        """[P] upstream of the mean logit, or of the teacher's tail, which have the same place."""
+        return self.mean if self.teacher is None else self.teacher.tail_mass
+
+    @property
     def padded_groups(self) -> int:
-        return padded_groups(self.share is not None, self.mean is not None)
+        return padded_groups(self.groups, self.mean is not None)
 
     @property
     def tail_precision(self) -> str:
@@ -240,7 +260,7 @@ class BackwardState:
             self.per_token.rows,
             self.count,
             self.or_dummy(self.whole_tail_mass),
-            self.or_dummy(self.mean),
+            self.or_dummy(self.mean_or_teacher),
             part,
             part_bias,
             dim,
@@ -248,7 +268,7 @@ class BackwardState:
             TOKENS=TOKEN_BLOCK,
             BLOCK_D=block_d,
             HAS_TAIL=self.share is not None,
-            HAS_MEAN=with_mean,
+            HAS_MEAN=self.mean_or_teacher is not None,
         )
         self.sums, self.bias_sums = torch.empty_like(self.centroid), torch.empty_like(inverse)
         sum_groups = functools.partial(
@@ -259,11 +279,12 @@ class BackwardState:
             self.sums,
             self.bias_sums,
             dim,
-            self.groups,
+            self.groups_of_tail,
             self.num_blocks,
             self.tokens_per_group // TOKEN_BLOCK,
             BLOCK_D=block_d,
             HAS_MEAN=with_mean,
+            HAS_TEACHER=self.teacher is not None,
         )
 
         add_spread = self._add_spread()
@@ -313,17 +334,18 @@ class BackwardState:
             self.or_dummy(self.tail_mass if draws else self.whole_tail_mass),
             self.drawn_total,
             self.per_token.grad_scale,
-            self.or_dummy(self.mean),
+            self.or_dummy(self.mean_or_teacher),
             out,
             self.num_tokens,
             dim,
-            self.groups,
+            self.groups_of_tail,
             self.tokens_per_group,
             BLOCK_N=TOKEN_BLOCK,
             BLOCK_D=block_d,
             HAS_TAIL=self.share is not None,
             HAS_DRAWN=draws,
             HAS_MEAN=self.mean is not None,
+            HAS_TEACHER=self.teacher is not None and self.teacher.tail_mass is not None,
             EVERY=self.lists is None,
         )
         return out

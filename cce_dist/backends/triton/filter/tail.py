@@ -22,10 +22,10 @@ from cce_dist.core.types import Head
 TAIL_GROUPS = 16
 
 
-def padded_groups(has_tail: bool, has_mean: bool) -> int:
-    """Returns the number of the tail's groups and the mean logit's, rounded up to a size that a
-    matrix product takes."""
-    return 2 * TAIL_GROUPS if has_tail and has_mean else TAIL_GROUPS
+def padded_groups(groups: int, has_mean: bool) -> int:
+    """Returns the number of the tail's groups, of one model or two, and the mean logit's, rounded
+    up to a size that a matrix product takes."""
+    return 2 * TAIL_GROUPS if groups > TAIL_GROUPS or (groups and has_mean) else TAIL_GROUPS
 
 
 def dims_of_centroids(weight: Tensor, padded: int, has_class_weight: bool) -> int:
@@ -53,7 +53,7 @@ def centroids(
     """
     num_columns, dim = weight.shape
     groups = 0 if share is None else share.shape[0]
-    padded = padded_groups(share is not None, with_mean)
+    padded = padded_groups(groups, with_mean)
     has_class_weight = with_mean and head.class_weight is not None
     block_v, block_d = 128, dims_of_centroids(weight, padded, has_class_weight)
     slices = triton.cdiv(dim, block_d)

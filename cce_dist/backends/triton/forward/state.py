@@ -104,13 +104,16 @@ class ForwardState:
         keep_logits: KeptLogits | None,
         screened: bool = False,
         segment: int = 0,
+        tiles: KernelTiles | None = None,
+        beside: int = 0,
     ) -> ForwardState:
+        """Args: beside: bytes of a token's hidden states of another model, which a launch reads."""
         warn_of_layout(head.weight)
         head = for_kernels(head)
         weight = head.weight
-        tiles = tiles_for(weight)
+        tiles = tiles or tiles_for(weight)
         num_blocks = triton.cdiv(len(tokens), TOKEN_BLOCK)
-        cached = cached_blocks(weight, weight.element_size())
+        cached = cached_blocks(weight, weight.element_size(), beside)
         programs = 2 * num_programs(weight)
         if num_blocks > cached:
             least = triton.cdiv(num_programs(weight), cached)
@@ -163,14 +166,15 @@ class ForwardState:
             buffers=buffers,
             score=score,
             keep_logits=keep_logits,
-        )._pack(1 if screened else weight.element_size())
+        )._pack(1 if screened else weight.element_size(), beside)
 
-    def for_shape(self, element_size: int) -> tuple[int, int, int, int]:
-        """Returns the arguments of `shape_of` for hidden states of that element size, in bytes."""
+    def for_shape(self, element_size: int, beside: int = 0) -> tuple[int, int, int, int]:
+        """Returns the arguments of `shape_of` for hidden states of that element size, in bytes, and
+        another model's beside them."""
         return (
             triton.cdiv(self.weight.shape[0], self.tiles.columns),
             num_programs(self.weight),
-            cached_blocks(self.weight, element_size),
+            cached_blocks(self.weight, element_size, beside),
             self.programs,
         )
 
@@ -224,7 +228,7 @@ class ForwardState:
             launches.append(Launch(number, start_tile, end, region))
         return tuple(launches)
 
-    def _pack(self, element_size: int) -> ForwardState:
+    def _pack(self, element_size: int, beside: int) -> ForwardState:
         """Packs the tokens. Args: element_size: bytes of an element of the forward's operands."""
         hidden = with_unit_inner_stride(self.tokens.hidden)
         padded, stride = self.packed.shape
@@ -232,7 +236,7 @@ class ForwardState:
         start(pack_kernel, (triton.cdiv(padded, block),))(
             hidden,
             self.weight,
-            self._or_dummy(self.head.bias),
+            self.or_dummy(self.head.bias),
             self.rows,
             self.targets,
             self.count,
@@ -242,7 +246,7 @@ class ForwardState:
             len(self.tokens),
             self.weight.shape[1],
             padded,
-            *self.for_shape(element_size),
+            *self.for_shape(element_size, beside),
             self.segments,
             hidden.stride(0),
             self.weight.stride(0),
@@ -260,7 +264,7 @@ class ForwardState:
         )
         return self
 
-    def _or_dummy(self, tensor: Tensor | None) -> Tensor:
+    def or_dummy(self, tensor: Tensor | None) -> Tensor:
         """Returns the tensor, or any pointer in place of None: the kernel will not read it."""
         return self.count if tensor is None else tensor
 
@@ -291,19 +295,19 @@ class ForwardState:
         start(forward_kernel, (self.grid,))(
             descriptor_of(hidden, TOKEN_BLOCK, tiles.dims, use_tma),
             descriptor_of(weight, self.columns, tiles.dims, use_tma),
-            self._or_dummy(head.bias),
-            self._or_dummy(head.class_weight),
-            self._or_dummy(None if eight is None else eight.of_columns),
-            self._or_dummy(None if eight is None else eight.of_tokens),
+            self.or_dummy(head.bias),
+            self.or_dummy(head.class_weight),
+            self.or_dummy(None if eight is None else eight.of_columns),
+            self.or_dummy(None if eight is None else eight.of_tokens),
             self.count,
             self.shape,
             buffers.lower,
             buffers.split_states,
-            self._or_dummy(buffers.mass),
-            self._or_dummy(buffers.extras),
+            self.or_dummy(buffers.mass),
+            self.or_dummy(buffers.extras),
             descriptor_of(logits, self.columns, TOKEN_BLOCK, use_tma and region is not None),
             logits,
-            self._or_dummy(None if region is None else region.ref),
+            self.or_dummy(None if region is None else region.ref),
             launch.number,
             launch.start_tile,
             launch.end_tile,
@@ -348,12 +352,12 @@ class ForwardState:
             self.count,
             self.shape,
             split_states,
-            self._or_dummy(self.buffers.extras),
+            self.or_dummy(self.buffers.extras),
             lse,
-            self._or_dummy(dropped),
-            self._or_dummy(entropy),
-            self._or_dummy(sum_p2),
-            self._or_dummy(unkept),
+            self.or_dummy(dropped),
+            self.or_dummy(entropy),
+            self.or_dummy(sum_p2),
+            self.or_dummy(unkept),
             padded,
             self.grid * TOKEN_BLOCK,
             TOKENS=TOKEN_BLOCK,

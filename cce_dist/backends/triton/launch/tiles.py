@@ -142,14 +142,14 @@ def rounds_exp2(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and not interpreted()
 
 
-def cached_blocks(weight: Tensor, element_size: int) -> int:
+def cached_blocks(weight: Tensor, element_size: int, beside: int = 0) -> int:
     """Returns the number of token blocks whose hidden states, of that element size, fit the
-    second-level cache beside rows of the weight."""
+    second-level cache beside rows of the weight, and beside `beside` bytes more a token."""
     if interpreted():
         return 2**20
     # The cache has two halves, and each also holds copies of the other half's lines.
     room = torch.cuda.get_device_properties(weight.device).L2_cache_size * 2 // 5
-    return max(1, room // (TOKEN_BLOCK * weight.shape[1] * element_size))
+    return max(1, room // (TOKEN_BLOCK * (weight.shape[1] * element_size + beside)))
 
 
 def takes_tma(matrix: Tensor) -> bool:

@@ -98,6 +98,17 @@ def filtered_kernel(
     stride_gv,
     scale,
     softcap,
+    own_kept_ptr,  # [V, words] int64: what the student keeps; `kept_ptr` is what either model does
+    teacher_kept_ptr,  # [V, words] int64
+    teacher_hidden_ptr,  # [num_rows, TEACHER_D]
+    teacher_weight_ptr,  # [V, TEACHER_D]
+    teacher_bias_ptr,  # [V]
+    teacher_upstream_ptr,  # [7, num_blocks * TOKENS], divided by the same power of two
+    TEACHER_D,
+    stride_teacher_hn,
+    stride_teacher_wv,
+    teacher_scale,
+    teacher_softcap,
     TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -128,6 +139,10 @@ def filtered_kernel(
     ACCUMULATE: tl.constexpr,
     UNKEPT: tl.constexpr,  # columns of `unkept_task`
     UNKEPT_SLICE: tl.constexpr,
+    HAS_TEACHER: tl.constexpr,
+    TEACHER_EVEN_K: tl.constexpr,
+    TEACHER_HAS_BIAS: tl.constexpr,
+    TEACHER_HAS_SOFTCAP: tl.constexpr,
 ):
     """Computes the products of the columns that each block keeps or draws, from lists of columns.
 
@@ -141,6 +156,11 @@ def filtered_kernel(
     seed = tl.load(seed_ptr)
     num_active = tl.load(num_active_ptr)
     num_chunks = tl.load(num_chunks_ptr)
+    teacher = (
+        teacher_hidden_ptr, teacher_weight_ptr, teacher_bias_ptr, teacher_kept_ptr,
+        teacher_upstream_ptr, TEACHER_D, stride_teacher_hn, stride_teacher_wv, teacher_scale,
+        teacher_softcap,
+    )  # fmt: skip
     num_slices = tl.cdiv(D, SLICE)
     dds_slices = num_slices if HAS_GRAD_WEIGHT else 1
     arrived_ptr = queue_ptr + 2 * max_chunks + 1
@@ -217,9 +237,11 @@ def filtered_kernel(
                         task, turn == 0, seed, first, middle, hidden_ptr, rows_ptr, weight_ptr,
                         bias_ptr, target_ptr, upstream_ptr, starts_ptr, base_ptr + at,
                         segment_ptr + at, entries_ptr + other, workspace_ptr, stored_ptr, ref_ptr,
-                        bad_ref_ptr, drawn_sum_ptr, num_tiles, num_blocks, D, stride_hn, stride_wv,
-                        scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION,
-                        WIDE, HAS_STORED, HAS_BIAS, HAS_SOFTCAP, HAS_DRAWN, HAS_ENTROPY,
+                        bad_ref_ptr, drawn_sum_ptr, teacher, own_kept_ptr, words, num_tiles,
+                        num_blocks, D, stride_hn, stride_wv, scale, softcap, TOKENS, SEGMENT,
+                        BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE, HAS_STORED, HAS_BIAS,
+                        HAS_SOFTCAP, HAS_DRAWN, HAS_ENTROPY, HAS_TEACHER, TEACHER_EVEN_K,
+                        TEACHER_HAS_BIAS, TEACHER_HAS_SOFTCAP,
                     )  # fmt: skip
                 else:
                     pair_task(

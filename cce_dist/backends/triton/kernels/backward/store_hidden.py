@@ -14,17 +14,18 @@ def store_hidden_kernel(
     mass_ptr,  # [N_padded] upstream times dropped mass
     drawn_ptr,  # [N] sum of the drawn columns' d_logits, which `product_ptr` contains
     grad_scale_ptr,  # [1] power of two by which `drawn_ptr` was divided
-    mean_ptr,  # [N_padded] upstream of the mean logit
+    mean_ptr,  # [N_padded] upstream of the mean logit; or `mass_ptr` of the teacher's tail
     out_ptr,  # [num_rows, D]: out, 0 for tokens that don't count; may be `product_ptr`
     N,
     D,
-    groups,
+    groups,  # of one tail
     tokens_per_group,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    HAS_TEACHER: tl.constexpr,
     EVERY: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -46,8 +47,11 @@ def store_hidden_kernel(
             )
         centroid = tl.load(centroid_ptr + group * D + dims, mask=dims < D, other=0.0)
         value += mass[:, None] * centroid[None, :]
-    if HAS_MEAN:
+    if HAS_MEAN or HAS_TEACHER:
         mean = tl.load(mean_ptr + token, mask=counts, other=0.0)
-        centroid = tl.load(centroid_ptr + groups * D + dims, mask=dims < D, other=0.0)
+        place = groups
+        if HAS_TEACHER:
+            place += tl.program_id(0) * BLOCK_N // tokens_per_group
+        centroid = tl.load(centroid_ptr + place * D + dims, mask=dims < D, other=0.0)
         value += mean[:, None] * centroid[None, :]
     tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=(token < N)[:, None] & inside)

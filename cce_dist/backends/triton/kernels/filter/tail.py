@@ -153,7 +153,7 @@ def token_sums_kernel(
     rows_ptr,
     count_ptr,
     mass_ptr,  # [N_padded] upstream times dropped mass, for the weight
-    mean_ptr,  # [N_padded] upstream of the mean logit
+    mean_ptr,  # [N_padded] upstream of the mean logit; or `mass_ptr` of the teacher's tail
     part_ptr,  # [2, num_blocks, D] fp32 sum over a block's tokens of mass E_i, of mean E_i: out
     part_bias_ptr,  # [2, num_blocks] fp32 sum of mass, of mean: out
     D,
@@ -197,12 +197,20 @@ def group_sums_kernel(
     blocks_per_group,
     BLOCK_D: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    HAS_TEACHER: tl.constexpr,
 ):
     """Sums mass_i E_i over a group's tokens, over the group's dropped mass; 0 for no group."""
     group = tl.program_id(0)
     dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     start = group * blocks_per_group
     stop = tl.where(group < groups, tl.minimum(start + blocks_per_group, num_blocks), start)
+    if HAS_TEACHER:
+        # The teacher's tail has the next groups, of the same blocks.
+        of_teacher = (group - groups) * blocks_per_group
+        is_teacher = (group >= groups) & (group < 2 * groups)
+        end = tl.minimum(of_teacher + blocks_per_group, num_blocks)
+        start = tl.where(is_teacher, num_blocks + of_teacher, start)
+        stop = tl.where(is_teacher, num_blocks + end, tl.where(group < groups, stop, start))
     if HAS_MEAN:
         is_mean = group == groups
         start = tl.where(is_mean, num_blocks, start)

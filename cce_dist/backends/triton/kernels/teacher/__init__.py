@@ -1,0 +1,1 @@
+"""Kernels of two heads over one vocabulary: a student's and a teacher's."""

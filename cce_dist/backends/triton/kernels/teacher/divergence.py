@@ -1,0 +1,41 @@
+"""After the forward of two heads: the splits' forward KL merged."""
+
+import triton
+import triton.language as tl
+
+from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of
+
+
+@triton.jit
+def divergence_kernel(
+    count_ptr,  # [1] int32
+    shape_ptr,  # [3] int32: blocks and splits
+    state_ptr,  # [4, size]: see `teacher_forward_kernel`
+    teacher_ptr,  # [4, size]
+    lse_ptr,  # [N] natural log, over all splits
+    teacher_lse_ptr,  # [N]
+    divergence_ptr,  # [N] nats: out, 0 for tokens that don't count
+    N,
+    size,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Computes KL(teacher || student) of the softmaxes over these columns alone."""
+    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    counts = tokens < tl.load(count_ptr)
+    stride = tl.load(shape_ptr) * TOKENS
+    lse = tl.load(lse_ptr + tokens, mask=counts, other=0.0) * LOG2E
+    teacher_lse = tl.load(teacher_lse_ptr + tokens, mask=counts, other=0.0) * LOG2E
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for split in range(tl.load(shape_ptr + 1)):
+        at = split * stride + tokens
+        mass = tl.load(teacher_ptr + at + size, mask=counts, other=0.0)
+        shift = tl.load(teacher_ptr + at, mask=counts, other=0.0) - teacher_lse
+        apart = shift - (tl.load(state_ptr + at, mask=counts, other=0.0) - lse)
+        part = tl.load(teacher_ptr + at + 3 * size, mask=counts, other=0.0) + mass * apart
+        # A split where the teacher has no mass has a reference of no meaning.
+        total += tl.where(mass > 0, exp2_of(shift) * part, 0.0)
+    # Where the student allows no column, the difference above is that of two infinities.
+    none = (lse == float("-inf")) & (teacher_lse > float("-inf"))
+    total = tl.where(none, float("inf"), total)
+    tl.store(divergence_ptr + tokens, total / LOG2E, mask=tokens < N)

@@ -1,0 +1,253 @@
+"""Sums of a student's and a teacher's softmax in one pass over the vocabulary."""
+
+import triton
+import triton.language as tl
+
+from cce_dist.backends.triton.kernels.forward.forward import add_to, overflowed
+from cce_dist.backends.triton.kernels.forward.launches import (
+    ALONE,
+    FIRST,
+    SLOTS,
+    end_turn,
+    first_turn,
+    place_of,
+    raise_reference,
+    slot_of,
+    start_state,
+    turns_before,
+)
+from cce_dist.backends.triton.kernels.numbers import (
+    LOG2E,
+    exp2_of,
+    load_tile,
+    partial_sums,
+    softcapped,
+    whole_sum,
+)
+
+
+@triton.jit
+def logits_of(
+    hidden,
+    weight,
+    bias_ptr,
+    first_column,
+    first_token,
+    N,
+    V,
+    D,
+    stride_hn,
+    stride_wv,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Computes E . C + bias, [BLOCK_V, BLOCK_N] fp32."""
+    x = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
+    for k in range(0, tl.cdiv(D, BLOCK_D)):
+        c = load_tile(weight, first_column, k * BLOCK_D, V, D, stride_wv, BLOCK_V, BLOCK_D, USE_TMA)
+        e = load_tile(hidden, first_token, k * BLOCK_D, N, D, stride_hn, BLOCK_N, BLOCK_D, USE_TMA)
+        x = tl.dot(c, e.T, x, input_precision=PRECISION)
+    if HAS_BIAS:
+        columns = first_column + tl.arange(0, BLOCK_V)
+        x += tl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[:, None]
+    return x
+
+
+@triton.jit
+def add_dropped(
+    p,  # [BLOCK_V, BLOCK_N] exp2(z - ref) times the student's softcap'
+    dropped,
+    mass_ptrs,  # [BLOCK_V]
+    inside,
+    threshold,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Stores the columns' masses, negative where kept; adds the others to dropped."""
+    mass = tl.sum(p, 1)
+    keeps = mass >= threshold
+    mark = tl.where(keeps, -tl.maximum(mass, 1e-30), mass)
+    tl.store(mass_ptrs, mark, mask=inside)
+    return dropped + partial_sums(p * tl.where(keeps, 0.0, 1.0)[:, None], BLOCK_V, BLOCK_N)
+
+
+@triton.jit
+def raise_both(total, dropped, ref, sums, state_ptrs, teacher_ptrs, size):
+    """Changes both models' references, which are not lower. Args: sums: the teacher's total,
+    dropped and ref. Returns the sums in registers in the same order."""
+    gain = ref - tl.load(state_ptrs)
+    total, dropped = raise_reference(
+        total, dropped, ref, state_ptrs, state_ptrs, size, True, False, False, False
+    )
+    teacher_total, teacher_dropped = raise_reference(
+        sums[0], sums[1], sums[2], teacher_ptrs, teacher_ptrs, size, True, True, False, False
+    )
+    # The log ratios are relative to both references; `raise_reference` knows the teacher's alone.
+    whole = whole_sum(teacher_total) + tl.load(teacher_ptrs + size)
+    add_to(teacher_ptrs + 3 * size, tl.where(whole > 0, gain * whole, 0.0))
+    return total, dropped, teacher_total, teacher_dropped
+
+
+@triton.jit(do_not_specialize=["launch", "end_tile"])
+def teacher_forward_kernel(
+    hidden,  # [N, D] packed: the tokens that count first; N a multiple of BLOCK_N below
+    weight,  # [V, D]
+    bias_ptr,  # [V]
+    teacher_hidden,  # [N, D_TEACHER] packed, the same tokens
+    teacher_weight,  # [V, D_TEACHER]
+    teacher_bias_ptr,  # [V]
+    count_ptr,  # [1] int32: tokens that count
+    shape_ptr,  # [3] int32: see `forward_kernel`
+    lower_ptr,  # [N]
+    teacher_lower_ptr,  # [N]
+    state_ptr,  # [SLOTS, 4, size]: see `forward_kernel`; its last field is not used: out
+    teacher_ptr,  # [SLOTS, 4, size] the same of the teacher; last the sum of exp2(y - ref of y)
+    # times (y - ref of y) - (z - ref of z), log2: out
+    mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
+    teacher_mass_ptr,  # [num_blocks, V]: out
+    launch,  # PROBE, FIRST to LAST; or ALONE
+    end_tile,
+    size,
+    N,
+    V,
+    D,
+    D_TEACHER,
+    stride_hn,
+    stride_wv,
+    stride_teacher_hn,
+    stride_teacher_wv,
+    scale,
+    softcap,
+    teacher_scale,
+    teacher_softcap,
+    keep,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    TEACHER_USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,  # a model has fp32 inputs
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TEACHER_HAS_BIAS: tl.constexpr,
+    TEACHER_HAS_SOFTCAP: tl.constexpr,
+    IS_ROBUST: tl.constexpr,
+):
+    """Sums a block of tokens over every `splits`-th vocabulary tile, for both models.
+
+    Programs, tiles, launches and references are `forward_kernel`'s, for each model by itself. A
+    dropped column counts softcap'(z) of the student's logit z for both: the gradient by E . C has
+    this factor. docs/design/distillation.md.
+    """
+    num_blocks = tl.load(shape_ptr)
+    splits = tl.load(shape_ptr + 1)
+    if tl.program_id(0) >= num_blocks * splits:
+        return
+    block, split = place_of(tl.program_id(0), num_blocks, splits, tl.load(shape_ptr + 2))
+    count = tl.load(count_ptr)
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    stride = num_blocks * BLOCK_N
+    at = slot_of(launch) * 4 * size + split * stride + rows
+    state_ptrs = state_ptr + at
+    teacher_ptrs = teacher_ptr + at
+    num_turns = tl.where(block * BLOCK_N < count, turns_before(end_tile, split, splits), 0)
+    all_turns = num_turns
+    turn = first_turn(launch, num_turns)
+    num_turns = end_turn(launch, num_turns, splits)
+    if IS_ROBUST:
+        failed = overflowed(tl.load(state_ptrs + size)) | overflowed(tl.load(teacher_ptrs + size))
+        turn = 0
+        num_turns = tl.where(tl.max(failed.to(tl.int32), 0) > 0, num_turns, 0)
+        if num_turns == 0:
+            return
+    start_state(
+        lower_ptr + rows, state_ptr + rows, state_ptrs, split * stride, splits, stride, size,
+        rows < count, launch, all_turns, BLOCK_N, True, False, False, False, False, IS_ROBUST,
+    )  # fmt: skip
+    start_state(
+        teacher_lower_ptr + rows, teacher_ptr + rows, teacher_ptrs, split * stride, splits, stride,
+        size, rows < count, launch, all_turns, BLOCK_N, True, True, False, False, False, IS_ROBUST,
+    )  # fmt: skip
+    if not IS_ROBUST:
+        goes_on = (launch > FIRST) & (launch < ALONE) & (rows < count)
+        before = state_ptr + slot_of(launch + SLOTS - 1) * 4 * size + split * stride + rows
+        gain = tl.load(state_ptrs) - tl.load(before, mask=goes_on, other=0.0)
+        add_to(
+            teacher_ptrs + 3 * size,
+            tl.where(goes_on, gain * tl.load(teacher_ptrs + size), 0.0),
+        )
+    threshold = keep * (tl.minimum(count - block * BLOCK_N, BLOCK_N) / BLOCK_N)
+    factor = scale * LOG2E
+    teacher_factor = teacher_scale * LOG2E
+    total = tl.zeros((8, 8, BLOCK_N), tl.float32)
+    dropped = total
+    teacher_total = total
+    teacher_dropped = total
+    mass_ptr += block.to(tl.int64) * V
+    teacher_mass_ptr += block.to(tl.int64) * V
+    start_turn = turn
+    while turn < num_turns:
+        first = turn
+        turn = tl.minimum(turn + tl.maximum(turn - start_turn, 1), num_turns)
+        for tile in range(split + first * splits, split + turn * splits, splits):
+            first_column = tile * BLOCK_V
+            columns = first_column + tl.arange(0, BLOCK_V)
+            x = logits_of(
+                hidden, weight, bias_ptr, first_column, block * BLOCK_N, N, V, D, stride_hn,
+                stride_wv, BLOCK_N, BLOCK_V, BLOCK_D, USE_TMA, PRECISION, HAS_BIAS,
+            )  # fmt: skip
+            y = logits_of(
+                teacher_hidden, teacher_weight, teacher_bias_ptr, first_column, block * BLOCK_N, N,
+                V, D_TEACHER, stride_teacher_hn, stride_teacher_wv, BLOCK_N, BLOCK_V, BLOCK_D,
+                TEACHER_USE_TMA, PRECISION, TEACHER_HAS_BIAS,
+            )  # fmt: skip
+            slope = 1.0
+            if HAS_SOFTCAP:
+                x, slope = softcapped(x, softcap, WIDE)
+            if TEACHER_HAS_SOFTCAP:
+                y, _ = softcapped(y, teacher_softcap, WIDE)
+            x = x * factor
+            y = y * teacher_factor
+            if first_column + BLOCK_V > V:
+                x = tl.where((columns < V)[:, None], x, float("-inf"))
+                y = tl.where((columns < V)[:, None], y, float("-inf"))
+            ref = tl.load(state_ptrs)
+            teacher_ref = tl.load(teacher_ptrs)
+            if IS_ROBUST:
+                ref = tl.maximum(tl.max(x, 0), ref)
+                teacher_ref = tl.maximum(tl.max(y, 0), teacher_ref)
+                total, dropped, teacher_total, teacher_dropped = raise_both(
+                    total, dropped, ref, (teacher_total, teacher_dropped, teacher_ref), state_ptrs,
+                    teacher_ptrs, size,
+                )  # fmt: skip
+            x -= ref[None, :]
+            y -= teacher_ref[None, :]
+            q = exp2_of(x) if WIDE else tl.exp2(x)
+            p = exp2_of(y) if WIDE else tl.exp2(y)
+            total += partial_sums(q, BLOCK_V, BLOCK_N)
+            teacher_total += partial_sums(p, BLOCK_V, BLOCK_N)
+            add_to(teacher_ptrs + 3 * size, tl.sum(tl.where(p > 0, p * (y - x), 0.0), 0))
+            dropped = add_dropped(
+                q * slope, dropped, mass_ptr + columns, columns < V, threshold, BLOCK_V, BLOCK_N
+            )
+            teacher_dropped = add_dropped(
+                p * slope, teacher_dropped, teacher_mass_ptr + columns, columns < V, threshold,
+                BLOCK_V, BLOCK_N,
+            )  # fmt: skip
+        whole = whole_sum(total) + tl.load(state_ptrs + size)
+        teacher_whole = whole_sum(teacher_total) + tl.load(teacher_ptrs + size)
+        ref = tl.load(state_ptrs) + tl.maximum(tl.log2(whole), 0.0)
+        teacher_ref = tl.load(teacher_ptrs) + tl.maximum(tl.log2(teacher_whole), 0.0)
+        total, dropped, teacher_total, teacher_dropped = raise_both(
+            total, dropped, ref, (teacher_total, teacher_dropped, teacher_ref), state_ptrs,
+            teacher_ptrs, size,
+        )  # fmt: skip
+    add_to(state_ptrs + size, whole_sum(total))
+    add_to(state_ptrs + 2 * size, whole_sum(dropped))
+    add_to(teacher_ptrs + size, whole_sum(teacher_total))
+    add_to(teacher_ptrs + 2 * size, whole_sum(teacher_dropped))

@@ -1,0 +1,221 @@
+"""One forward of a student's and a teacher's head over this rank's shard: launches, marks, KL.
+
+No autograd, no groups, and nothing that makes the host wait for the device.
+"""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from cce_dist.backends.protocol import ForwardRequest, TeacherStats
+from cce_dist.backends.triton.filter.marks import Marks, marks_of
+from cce_dist.backends.triton.forward.bounds import EXCHANGES, raise_lower
+from cce_dist.backends.triton.forward.operands import Finished, Launch
+from cce_dist.backends.triton.forward.shares import mass_factors
+from cce_dist.backends.triton.forward.state import ForwardState
+from cce_dist.backends.triton.forward.targets import add_targets, start_products
+from cce_dist.backends.triton.kernels.teacher.divergence import divergence_kernel
+from cce_dist.backends.triton.kernels.teacher.forward import teacher_forward_kernel
+from cce_dist.backends.triton.launch.arguments import descriptor_of, for_kernels
+from cce_dist.backends.triton.launch.start import start
+from cce_dist.backends.triton.launch.tiles import (
+    KernelTiles,
+    rounds_exp2,
+    takes_tma,
+    tiles_for,
+)
+from cce_dist.backends.triton.tokens.order import in_similar_order
+from cce_dist.core.stats import Stats
+from cce_dist.core.types import Head, Tokens, Wanted
+from cce_dist.options import TOKEN_BLOCK
+
+# Columns of a tile: two models' products lie in registers side by side.
+COLUMNS = 128
+
+
+def forward_of_heads(
+    tokens: Tokens, head: Head, teacher: tuple[Tokens, Head], request: ForwardRequest
+) -> TeacherStats:
+    """Computes statistics of both heads over this rank's shard, and their KL. Deterministic.
+
+    Source: docs/design/distillation.md.
+    """
+    rule, bounds, order = request.filter, request.bounds, None
+    assert rule is not None and not rule.by_largest
+    if len(tokens) > TOKEN_BLOCK:
+        tokens, order = in_similar_order(tokens)
+    teacher_tokens = replace(
+        tokens, hidden=teacher[0].hidden, local_targets=torch.full_like(tokens.local_targets, -1)
+    )
+    heads = _Heads.of(tokens, head, teacher_tokens, teacher[1])
+    launches = heads.student.launches(bounds is not None)
+    lowers = [state.buffers.lower for state in heads.states]
+    if bounds is not None:
+        lowers = [lower.clone() for lower in lowers]
+    for launch in launches:
+        heads.launch(launch, rule.threshold)
+        if bounds is not None and launch.number in EXCHANGES:
+            for state, lower in zip(heads.states, lowers, strict=True):
+                at = state.buffers, state.shape, len(tokens), launch.number, order
+                raise_lower(bounds, lower, *at)
+    last = replace(launches[-1], robust=True)
+    heads.launch(last, rule.threshold)
+    looseness = 1.0 if bounds is None else 2.0
+    results = []
+    for state in heads.states:
+        results.append(_merged(state, last, len(launches), order, rule.threshold, looseness))
+    (stats, marks, finished), (of_teacher, teacher_marks, teacher_finished) = results
+    kl = heads.divergence(last, finished, teacher_finished)[: len(tokens)]
+    if order is not None:
+        kl = torch.empty_like(kl).scatter_(0, order, kl)
+    return TeacherStats(stats, of_teacher.lse, kl, marks, teacher_marks)
+
+
+def _merged(
+    state: ForwardState,
+    last: Launch,
+    num_launches: int,
+    order: Tensor | None,
+    threshold: float,
+    looseness: float,  # as of `marks_of`
+) -> tuple[Stats, Marks, Finished]:
+    """Merges a head's splits, and turns its masses into marks."""
+    products = start_products(state)
+    try:
+        finished = state.merge(last)
+        factors = mass_factors(state, finished, num_launches, None)
+    finally:
+        of_targets = products()
+    placed = add_targets(state, finished, of_targets, order)
+    mass = state.buffers.mass
+    assert mass is not None and placed.log_dropped is not None and placed.seed is not None
+    marks = marks_of(
+        mass,
+        factors,
+        state.count,
+        placed.log_dropped,
+        placed.seed,
+        state.weight.dtype,
+        threshold=threshold,
+        draws=False,
+        order=placed.order,
+        looseness=looseness,
+    )
+    return Stats(placed.lse, placed.target_logit), marks, finished
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The states of both heads, whose launches compute the same programs and tiles."""
+
+    student: ForwardState
+    teacher: ForwardState
+
+    @classmethod
+    def of(cls, tokens: Tokens, head: Head, teacher_tokens: Tokens, teacher_head: Head) -> _Heads:
+        head, teacher_head = for_kernels(head), for_kernels(teacher_head)
+        wider = max(head.weight, teacher_head.weight, key=lambda weight: weight.element_size())
+        tiles = tiles_for(wider)
+        tiles = replace(tiles, columns=min(tiles.columns, COLUMNS))
+        student, teacher = (
+            ForwardState.of(
+                each, of, Wanted(), True, None, tiles=tiles, beside=_row_bytes(other.weight)
+            )
+            for each, of, other in (
+                (tokens, head, teacher_head),
+                (teacher_tokens, teacher_head, head),
+            )
+        )
+        return cls(student, teacher)
+
+    @property
+    def states(self) -> tuple[ForwardState, ForwardState]:
+        return self.student, self.teacher
+
+    @property
+    def tiles(self) -> KernelTiles:
+        return self.student.tiles
+
+    def launch(self, launch: Launch, threshold: float) -> None:
+        student, teacher, tiles = self.student, self.teacher, self.tiles
+        operands, strides, use_tma = [], [], []
+        for state in self.states:
+            hidden, weight = state.packed[:, : state.weight.shape[1]], state.weight
+            uses = takes_tma(weight)
+            operands += [
+                descriptor_of(hidden, TOKEN_BLOCK, tiles.dims, uses),
+                descriptor_of(weight, state.columns, tiles.dims, uses),
+                state.or_dummy(state.head.bias),
+            ]
+            strides += [hidden.stride(0), weight.stride(0)]
+            use_tma.append(uses)
+        buffers, of_teacher = student.buffers, teacher.buffers
+        start(teacher_forward_kernel, (student.grid,))(
+            *operands,
+            student.count,
+            student.shape,
+            buffers.lower,
+            of_teacher.lower,
+            buffers.split_states,
+            of_teacher.split_states,
+            buffers.mass,
+            of_teacher.mass,
+            launch.number,
+            launch.end_tile,
+            student.grid * TOKEN_BLOCK,
+            student.packed.shape[0],
+            *student.weight.shape,
+            teacher.weight.shape[1],
+            *strides,
+            student.head.logit_scale,
+            student.head.softcap or 1.0,
+            teacher.head.logit_scale,
+            teacher.head.softcap or 1.0,
+            threshold,
+            BLOCK_N=TOKEN_BLOCK,
+            BLOCK_V=student.columns,
+            BLOCK_D=tiles.dims,
+            USE_TMA=use_tma[0],
+            TEACHER_USE_TMA=use_tma[1],
+            PRECISION="ieee",
+            WIDE=rounds_exp2(student.weight) or rounds_exp2(teacher.weight),
+            HAS_BIAS=student.head.bias is not None,
+            HAS_SOFTCAP=student.head.softcap is not None,
+            TEACHER_HAS_BIAS=teacher.head.bias is not None,
+            TEACHER_HAS_SOFTCAP=teacher.head.softcap is not None,
+            IS_ROBUST=launch.robust,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+
+    def divergence(self, last: Launch, student: Finished, teacher: Finished) -> Tensor:
+        """Merges the splits' KL, [N_padded] in the order of the blocks."""
+        states = [
+            state.buffers.split_states[last.number % len(state.buffers.split_states)]
+            for state in self.states
+        ]
+        padded, block, out = self.student.packed.shape[0], 128, torch.empty_like(student.lse)
+        start(divergence_kernel, (triton.cdiv(padded, block),))(
+            self.student.count,
+            self.student.shape,
+            *states,
+            student.lse,
+            teacher.lse,
+            out,
+            padded,
+            self.student.grid * TOKEN_BLOCK,
+            TOKENS=TOKEN_BLOCK,
+            BLOCK_N=block,
+        )
+        return out
+
+
+def _row_bytes(weight: Tensor) -> int:
+    return weight.shape[1] * weight.element_size()

@@ -1,0 +1,159 @@
+"""Forward KL by kernels: one pass over both heads, and a backward of the columns that matter."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cce_dist.algorithm.autograd import pad_bias
+from cce_dist.algorithm.call import Call, GradWeight
+from cce_dist.algorithm.once import once_differentiable, outside_autocast
+from cce_dist.algorithm.plan import Plan
+from cce_dist.algorithm.saved import put_together, take_apart
+from cce_dist.backends.protocol import (
+    BackwardRequest,
+    ColumnFilter,
+    ForwardRequest,
+    Room,
+    Scores,
+    TeacherPart,
+)
+from cce_dist.core.stats import Stats
+from cce_dist.core.types import Head, Tokens, Upstream
+from cce_dist.distillation.divergences import Sums
+from cce_dist.distillation.function import Objective, Teacher, merge, require_equal_sizes
+from cce_dist.distillation.sweep import FirstPass
+from cce_dist.ranks.gather import gather_bounds
+from cce_dist.ranks.transport import group_size
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Both models' scores; None where this shard has no columns."""
+
+    student: Scores | None
+    teacher: Scores | None
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Both models' tokens and heads, with logits over the temperature."""
+
+    tokens: Tokens
+    head: Head
+    teacher: tuple[Tokens, Head]
+    rule: ColumnFilter
+    room: Room
+
+    @classmethod
+    def of(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher: Teacher,
+        call: Call,
+        objective: Objective,
+    ) -> _Heads:
+        """Gathers both models' tokens under sequence parallelism."""
+        plan, T = call.plan, objective.temperature
+        if not objective.alpha:
+            # Without cross-entropy no column has to be kept for its target.
+            call = replace(call, local_targets=torch.full_like(call.local_targets, -1))
+        tokens, head = call.tokens(hidden), call.head(weight, bias)
+        of_teacher, _ = plan.gather_hidden(teacher.hidden, defer_fill=False)
+        scale = teacher.logit_scale / T
+        teacher_head = Head(
+            teacher.weight, teacher.bias, None, head.vocab_size, teacher.softcap, scale
+        )
+        return cls(
+            tokens=tokens,
+            head=replace(head, logit_scale=head.logit_scale / T),
+            teacher=(replace(tokens, hidden=of_teacher), teacher_head),
+            rule=ColumnFilter(plan.threshold, False, plan.options.filter.tail, False),
+            room=plan.room(tokens, head),
+        )
+
+    def forward(self, plan: Plan) -> tuple[FirstPass, _Scored]:
+        """Takes step 1 of both heads. Collectives: those of `sharded.forward` before its merge, of
+        both."""
+        bounds = None
+        if group_size(plan.group) > 1:
+            bounds = functools.partial(gather_bounds, group=plan.group)
+        request = ForwardRequest(plan.wanted, self.rule, None, bounds, None, self.room)
+        out = plan.backend.forward_of_heads(self.tokens, self.head, self.teacher, request)
+        lse, target_logit = out.student.lse, out.student.target_logit
+        first = FirstPass(Sums(lse, out.teacher_lse, out.kl), lse, target_logit)
+        return first, _Scored(out.scores, out.teacher_scores)
+
+
+class DistillByKernels(torch.autograd.Function):
+    """Outputs: as `Distill`; alpha > 0 needs temperature 1."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher: Teacher,
+        call: Call,
+        objective: Objective,
+    ):
+        plan, has_targets = call.plan, objective.alpha > 0
+        require_equal_sizes(hidden, teacher, call)
+        heads = _Heads.of(hidden, weight, bias, teacher, call, objective)
+        local, scored = heads.forward(plan)
+        merged = merge(local, objective.divergences, plan, has_targets=has_targets)
+        ctx.call, ctx.objective, ctx.softcap_and_scale = call, objective, teacher[3:]
+        ctx.scored, tensors = take_apart(scored)
+        vectors = (merged.sums.student, merged.sums.teacher, merged.target_logit)
+        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *vectors, *tensors)
+        ctx.set_materialize_grads(False)
+        nll = merged.lse - merged.target_logit if has_targets else None
+        if nll is not None and call.count is not None:
+            counts = torch.arange(len(nll), device=nll.device) < call.count
+            nll = nll.where(counts, 0)
+        return merged.sums.kl, nll
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx: Any, *grads: Tensor | None):
+        hidden, weight, bias, *saved = ctx.saved_tensors
+        teacher = Teacher(*saved[:3], *ctx.softcap_and_scale)
+        lse, teacher_lse, target_logit, *tensors = saved[3:]
+        call, objective, needs = ctx.call, ctx.objective, ctx.needs_input_grad
+        scored = put_together(ctx.scored, iter(tensors))
+        of_divergence, of_nll = grads
+        if of_divergence is None and of_nll is None:
+            return (None,) * 6
+        heads = _Heads.of(hidden, weight, bias, teacher, call, objective)
+        backend, plan = call.plan.backend, call.plan
+        target = GradWeight.prepare(call, weight, needs[1])
+        kept = part = None
+        if scored.student is not None:
+            of_rule = heads.rule, heads.room
+            kept = backend.keep(heads.tokens, heads.head, scored.student, lse, *of_rule)
+            if of_divergence is not None:
+                teacher_kept = backend.keep(*heads.teacher, scored.teacher, teacher_lse, *of_rule)
+                # d KL / da = q - p: q is the derivative of the student's lse.
+                part = TeacherPart(*heads.teacher, teacher_lse, -of_divergence, teacher_kept)
+        request = BackwardRequest(
+            stats=Stats(lse, target_logit),
+            upstream=Upstream(nll=of_nll, lse=of_divergence),
+            kept=kept,
+            hidden=plan.hidden_sum(heads.tokens, hidden.dtype) if needs[0] else None,
+            weight=target.into,
+            bias=needs[2],
+            store=None,
+            room=heads.room,
+            teacher=part,
+        )
+        out = backend.backward(heads.tokens, heads.head, request)
+        grad_hidden = None if out.hidden is None else out.hidden.to(hidden.dtype)
+        return grad_hidden, target.returned, pad_bias(out.bias, bias), None, None, None

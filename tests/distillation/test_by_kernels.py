@@ -1,0 +1,286 @@
+"""Forward KL by the Triton kernels against dense softmaxes in float64: over ranks, and filtered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist import Filter, VocabShard, linear_distillation
+from cce_dist.testing import DTYPES, TRITON_PLACES, Place, nccl_pool, shared_pool
+from tests.distillation.test_distillation import CLASSES, TOKENS, Both, error, upstream_of
+
+EVERY = Filter(keep=1e-30)
+# Of values and gradients, relative: logits are not rounded, d_logits are.
+VALUES = {"fp32": 2e-6, "fp16": 2e-6, "bf16": 2e-6}
+GRADIENTS = {"fp32": 3e-6, "fp16": 1e-3, "bf16": 4e-3}
+MARKS = {"cpu": [], "cuda": [pytest.mark.gpu]}
+BY_PLACE = [
+    pytest.param(place, dtype, id=f"{place}-{dtype}", marks=MARKS[place.device])
+    for place in TRITON_PLACES
+    for dtype in place.dtypes
+]
+
+
+def wide_leaves(both: Both) -> dict[str, Tensor]:
+    return {name: x.detach().double().requires_grad_() for name, x in both.leaves().items()}
+
+
+def gradients(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    grads = torch.autograd.grad((loss * upstream_of(loss)).sum(), list(leaves.values()))
+    return dict(zip(leaves, grads, strict=True))
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "two temperatures": {},
+    "one pass": {"temperature": 1.0},
+    "no cross-entropy": {"alpha": 0.0, "stats": ("divergence",)},
+    "plain": {"alpha": 0.0, "stats": (), "softcap": None, "teacher_softcap": 5.0},
+}
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+@pytest.mark.parametrize(("place", "dtype"), BY_PLACE)
+def test_values_and_gradients_are_those_of_dense_logits(
+    place: Place, dtype: str, call: str
+) -> None:
+    both, options = Both.make(DTYPES[dtype], place.device), CALLS[call]
+    leaves, wide = both.leaves(), wide_leaves(both)
+    run = {"filter": EVERY, **place.options, **options}
+    found = both.run(leaves, **run)
+    loss = found if isinstance(found, Tensor) else found.loss
+    expected = both.dense(wide, "forward_kl", options)
+    assert error(loss, expected.loss) < VALUES[dtype]
+    if not isinstance(found, Tensor):
+        assert error(found.divergence, expected.divergence) < VALUES[dtype]  # pyright: ignore
+        assert found.nll is None or error(found.nll, expected.nll) < VALUES[dtype]  # pyright: ignore
+    ours, right = gradients(loss, leaves), gradients(expected.loss, wide)
+    for name, grad in ours.items():
+        assert error(grad, right[name]) < GRADIENTS[dtype], name
+
+
+def zipf(dtype: torch.dtype, device: str, tokens: int = 512, classes: int = 6000) -> Both:
+    """Both models know how frequent each id is; the teacher knows more of the context."""
+    generator = torch.Generator().manual_seed(1)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    dim, frequency = 64, -1.1 * torch.arange(1, classes + 1).log()
+    context, weight = randn(tokens, dim), 0.15 * randn(classes, dim)
+    cut = [x.to(device, dtype) for x in (context + 0.5 * randn(tokens, dim), weight)]
+    of_teacher = (context.to(device, dtype), (1.4 * weight).to(device, dtype))
+    biases = (frequency + 0.3 * randn(classes)).to(device), frequency.to(device)
+    targets = torch.randint(50, (tokens,), generator=generator).to(device)
+    return Both(*cut, biases[0], *of_teacher, biases[1], targets)
+
+
+PLAIN: dict[str, Any] = {
+    **{"temperature": 1.0, "softcap": None, "teacher_logit_scale": 1.0, "shift": 0},
+    **{"alpha": 0.2, "reduction": "mean", "stats": ()},
+}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(place, id=str(place), marks=MARKS[place.device]) for place in TRITON_PLACES],
+)
+def test_filtered_is_no_worse_than_dense_16_bit(place: Place) -> None:
+    """Dense: logits and their gradients in 16 bits, softmaxes in fp32."""
+    dtype = torch.float16 if place.interprets else torch.bfloat16
+    both = zipf(dtype, place.device)
+    leaves, wide = both.leaves(), wide_leaves(both)
+    loss = both.run(leaves, **PLAIN, **place.options)
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    right = both.dense(wide, "forward_kl", PLAIN).loss.mean()
+    right.backward()
+    dense = both.leaves()
+    z = torch.nn.functional.linear(dense["hidden"], dense["weight"], dense["bias"].to(dtype))
+    y = torch.nn.functional.linear(
+        both.teacher_hidden, both.teacher_weight, both.teacher_bias.to(dtype)
+    )
+    log_q, log_p = z.float().log_softmax(-1), y.float().log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    nll = -log_q.gather(-1, both.targets[:, None])[:, 0]
+    (0.8 * kl + 0.2 * nll).mean().backward()
+    assert error(loss, right) < 1e-5
+    for name, leaf in leaves.items():
+        expected = wide[name].grad
+        assert expected is not None and leaf.grad is not None
+        ours = error(leaf.grad, expected)
+        theirs = error(dense[name].grad, expected)  # pyright: ignore[reportArgumentType]
+        assert ours <= theirs, f"{name}: error {ours:.2e}, dense {theirs:.2e}"
+
+
+def test_a_wider_filter_errs_more() -> None:
+    both, errors = zipf(torch.float32, "cpu", 300, 3000), []
+    exact = both.leaves()
+    both.run(exact, **PLAIN, gradient="exact").backward()  # pyright: ignore
+    for keep in (1e-30, 0.02, 0.2):
+        leaves = both.leaves()
+        both.run(leaves, **PLAIN, backend="triton", filter=Filter(keep=keep)).backward()  # pyright: ignore
+        errors.append([error(leaves[name].grad, exact[name].grad) for name in leaves])  # pyright: ignore
+    for least, some, most in zip(*errors, strict=True):
+        assert least < 2e-6 < some < most < 0.2
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+def test_launches_and_overflow(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
+    """Several splits and launches; one token of each model whose sums overflow."""
+    monkeypatch.setattr("cce_dist.backends.triton.forward.state.num_programs", lambda _: programs)
+    both = Both.make(torch.float32)
+    for hidden, at in ((both.hidden, (0, 1)), (both.teacher_hidden, (1, 7))):
+        hidden[at] *= 300
+    call = {"softcap": None, "alpha": 0.0, "stats": (), "temperature": 1.0}
+    leaves = both.leaves()
+    found = both.run(leaves, **call, backend="triton", filter=EVERY)
+    expected = both.dense(wide_leaves(both), "forward_kl", call).loss
+    assert isinstance(found, Tensor)
+    torch.testing.assert_close(found.double(), expected, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("count", [0, 1, 128, 129])
+def test_tokens_that_count(count: int) -> None:
+    both = Both.make(torch.float32)
+    targets = torch.full(TOKENS, -100)
+    targets.view(-1)[5 : 5 + count] = 3
+    some, call = replace(both, targets=targets), {"shift": 0, "temperature": 1.0, "softcap": None}
+    # What is ignored may hold anything.
+    some.hidden.view(-1, some.hidden.shape[-1])[4] = torch.nan
+    ours, right = some.leaves(), some.leaves()
+    found = some.run(ours, **call, backend="triton", filter=EVERY)
+    expected = some.run(right, **call, gradient="exact")
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    wanted = gradients(expected.loss, right)
+    for name, grad in gradients(found.loss, ours).items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-5, atol=1e-5)
+
+
+def test_an_id_that_the_student_masks() -> None:
+    """The teacher gives it mass: KL is infinite. An id that the teacher masks adds nothing."""
+    both, call = Both.make(torch.float32), {"alpha": 0.0, "stats": (), "softcap": None}
+    both.teacher_bias[7] = -torch.inf
+    found = both.run(both.leaves(), **call, backend="triton", filter=EVERY)
+    expected = both.run(both.leaves(), **call, gradient="exact")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    both.bias[9] = -torch.inf
+    with torch.no_grad():
+        found = both.run(both.leaves(), **call, backend="triton")
+    assert isinstance(found, Tensor)
+    assert (found[both.targets[..., 1:] >= 0] == torch.inf).all()
+
+
+def test_the_same_bytes_in_every_run() -> None:
+    both = zipf(torch.float32, "cpu", 200, 2000)
+    runs = []
+    for _ in range(2):
+        leaves = both.leaves()
+        loss = both.run(leaves, **PLAIN, backend="triton")
+        loss.backward()  # pyright: ignore
+        runs.append([loss, *(leaf.grad for leaf in leaves.values())])
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+
+
+# -- ranks --------------------------------------------------------------------------------------
+
+
+def on_a_rank(group: Any, both: Both, cuts: tuple[int, ...], split: bool, call: Any) -> Any:
+    rank = dist.get_rank(group)
+    if both.hidden.device.type != group_device(group):
+        both = Both(*(x.to(group_device(group)) for x in vars(both).values()))
+    start, stop = cuts[rank], cuts[rank + 1]
+    leaves = both.leaves()
+    for name in ("weight", "bias"):
+        leaves[name] = leaves[name].detach()[start:stop].clone().requires_grad_()
+    teacher = {
+        "teacher_weight": both.teacher_weight[start:stop],
+        "teacher_bias": both.teacher_bias[start:stop],
+    }
+    if split:
+        leaves["hidden"] = both.hidden.chunk(group.size())[rank].clone().requires_grad_()
+        teacher["teacher_hidden"] = both.teacher_hidden.chunk(group.size())[rank]
+    shard = VocabShard(start, stop, len(both.weight))
+    ranks = {"group": group, "vocab_shard": shard, "sequence_parallel": split}
+    found = replace(both, **teacher).run(leaves, **call, **ranks, backend="triton")
+    loss = found if isinstance(found, Tensor) else found.loss
+    grads = gradients(loss, leaves)
+    return loss.detach().cpu(), {name: x.cpu() for name, x in grads.items()}
+
+
+def group_device(group: Any) -> str:
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+
+@pytest.mark.parametrize("call", ["one pass", "two temperatures"])
+@pytest.mark.parametrize(
+    ("cuts", "split"),
+    [((0, 350, CLASSES), True), ((0, 11, 11, CLASSES), False)],
+    ids=["even_and_sequence_parallel", "ragged_with_an_empty_shard"],
+)
+def test_over_ranks(cuts: tuple[int, ...], split: bool, call: str) -> None:
+    both, options = Both.make(torch.float32), {**CALLS[call], "filter": EVERY}
+    ranks = shared_pool().run(len(cuts) - 1, on_a_rank, both, cuts, split, options)
+    check_ranks(both, ranks, split, options, 5e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+@pytest.mark.parametrize("split", [False, True])
+def test_filtered_over_two_gpus(split: bool) -> None:
+    both = zipf(torch.bfloat16, "cpu", 1024, 8192)
+    options = {**PLAIN, "reduction": "none"}
+    ranks = nccl_pool().run(2, on_a_rank, both, (0, 3000, 8192), split, options)
+    check_ranks(both, ranks, split, options, 1.2e-2)
+
+
+def check_ranks(both: Both, ranks: Any, split: bool, call: Any, limit: float) -> None:
+    wide = wide_leaves(both)
+    expected = both.dense(wide, "forward_kl", call).loss
+    right = gradients(expected, wide)
+    for loss, _ in ranks:
+        assert torch.equal(loss, ranks[0][0])
+        assert error(loss, expected) < min(limit, 1e-5)
+    for name in ("weight", "bias"):
+        assert error(torch.cat([grads[name] for _, grads in ranks]), right[name]) < limit, name
+    hidden = [grads["hidden"] for _, grads in ranks]
+    assert error(torch.cat(hidden) if split else hidden[0], right["hidden"]) < limit
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "divergence": (
+        {"divergence": "jsd"},
+        '^backend="triton" of linear_distillation needs divergence="forward_kl", got \'jsd\'',
+    ),
+    "exact": (
+        {"gradient": "exact"},
+        '^backend="triton" of linear_distillation needs gradient="filtered", got \'exact\'',
+    ),
+    "in_forward": (
+        {"gradient": "in_forward"},
+        "^gradient must be one of 'filtered', 'exact', got 'in_forward'",
+    ),
+    "eps": ({"filter": Filter(eps=0.01)}, "^filter .* must keep columns by mass, got eps=0.01"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_refused(name: str) -> None:
+    changes, rule = REFUSED[name]
+    both = Both.make(torch.float32)
+    with pytest.raises(ValueError, match=rule):
+        both.run(both.leaves(), backend="triton", **changes)
+
+
+def test_a_wide_teacher_is_refused() -> None:
+    both = Both.make(torch.float32)
+    given = [x.double() for x in (both.teacher_hidden, both.teacher_weight)]
+    with pytest.raises(ValueError, match=r'^backend="triton" .* needs a teacher in bf16, .* float'):
+        linear_distillation(both.hidden, both.weight, *given, backend="triton")
