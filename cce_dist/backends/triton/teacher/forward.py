@@ -17,6 +17,7 @@ from torch import Tensor
 from cce_dist.backends.protocol import ForwardRequest, TeacherStats
 from cce_dist.backends.triton.filter.marks import Marks, marks_of
 from cce_dist.backends.triton.forward.bounds import EXCHANGES, raise_lower
+from cce_dist.backends.triton.forward.hopper import Groups, num_groups
 from cce_dist.backends.triton.forward.operands import Finished, Launch
 from cce_dist.backends.triton.forward.shares import mass_factors
 from cce_dist.backends.triton.forward.state import ForwardState
@@ -121,9 +122,12 @@ class _Heads:
     @classmethod
     def of(cls, tokens: Tokens, head: Head, teacher_tokens: Tokens, teacher_head: Head) -> _Heads:
         head, teacher_head = for_kernels(head), for_kernels(teacher_head)
-        wider = max(head.weight, teacher_head.weight, key=lambda weight: weight.element_size())
-        tiles = tiles_for(wider)
-        tiles = replace(tiles, columns=min(tiles.columns, COLUMNS))
+        weights = (head.weight, teacher_head.weight)
+        tiles = tiles_for(max(weights, key=Tensor.element_size))
+        softcaps = head.softcap is not None or teacher_head.softcap is not None
+        equal = weights[0].dtype == weights[1].dtype
+        if softcaps or not equal or any(num_groups(each, tiles) == 1 for each in weights):
+            tiles = replace(tiles, columns=min(tiles.columns, COLUMNS))
         student, teacher = (
             ForwardState.of(
                 each, of, Wanted(), True, None, tiles=tiles, beside=_row_bytes(other.weight)
@@ -144,6 +148,50 @@ class _Heads:
         return self.student.tiles
 
     def launch(self, launch: Launch, threshold: float) -> None:
+        if self.student.groups == 1 or launch.robust:
+            self._launch_portable(launch, threshold)
+        else:
+            self._launch_hopper(launch, threshold)
+
+    def _launch_hopper(self, launch: Launch, threshold: float) -> None:
+        from cce_dist.backends.triton.kernels.teacher.hopper import hopper_teacher_kernel
+
+        student, teacher = self.student, self.teacher
+        grouping = Groups(student.programs, student.groups, self.tiles, threshold, False)
+        operands = []
+        for state in self.states:
+            hidden = state.packed[:, : state.weight.shape[1]]
+            operands += grouping.descriptors(hidden, state.weight)
+            operands.append(state.or_dummy(state.head.bias))
+        start(hopper_teacher_kernel, (student.programs,))(
+            *operands,
+            *self._memory(),
+            launch.number,
+            grouping.num_states,
+            *student.weight.shape,
+            teacher.weight.shape[1],
+            student.head.logit_scale,
+            teacher.head.logit_scale,
+            threshold,
+            BLOCK_N=TOKEN_BLOCK,
+            ROWS=grouping.rows,
+            BLOCK_D=self.tiles.dims,
+            STAGES=self.tiles.stages,
+            HAS_BIAS=student.head.bias is not None,
+            TEACHER_HAS_BIAS=teacher.head.bias is not None,
+            num_warps=4,
+        )
+
+    def _memory(self) -> list[Tensor | None]:
+        """Returns what both forward kernels take between the operands and the launch's number."""
+        student, teacher = self.student, self.teacher
+        buffers = student.buffers, teacher.buffers
+        of_each = [
+            [getattr(each, name) for each in buffers] for name in ("lower", "split_states", "mass")
+        ]
+        return [student.count, student.shape, *of_each[0], *of_each[1], *of_each[2]]
+
+    def _launch_portable(self, launch: Launch, threshold: float) -> None:
         student, teacher, tiles = self.student, self.teacher, self.tiles
         operands, strides, use_tma = [], [], []
         for state in self.states:
@@ -156,17 +204,9 @@ class _Heads:
             ]
             strides += [hidden.stride(0), weight.stride(0)]
             use_tma.append(uses)
-        buffers, of_teacher = student.buffers, teacher.buffers
         start(teacher_forward_kernel, (student.grid,))(
             *operands,
-            student.count,
-            student.shape,
-            buffers.lower,
-            of_teacher.lower,
-            buffers.split_states,
-            of_teacher.split_states,
-            buffers.mass,
-            of_teacher.mass,
+            *self._memory(),
             launch.number,
             launch.end_tile,
             student.grid * TOKEN_BLOCK,

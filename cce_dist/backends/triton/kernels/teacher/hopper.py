@@ -1,0 +1,409 @@
+"""The forward of two heads for Hopper, in 16 bits: one warp loads, two groups of four multiply.
+
+Each group has half of the program's columns, as a separate split of the vocabulary: first the
+student's product, then the teacher's in the same registers. The student's logits wait in fp16,
+relative to a reference about lse: where a model has mass, they are off by 2^-12 of themselves. Only
+the KL reads them. The results are those of `teacher_forward_kernel`, which runs everywhere else.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from cce_dist.backends.triton.kernels import numbers
+from cce_dist.backends.triton.kernels.forward import launches
+from cce_dist.backends.triton.kernels.forward.hopper_state import start_state
+from cce_dist.backends.triton.kernels.forward.hopper_stats import (
+    GROUPS,
+    forget_sum,
+    rows_of_warps,
+    take_sum,
+)
+from cce_dist.backends.triton.kernels.gluon_names import async_load, thread_barrier
+
+slot_of = gluon.jit(launches.slot_of.fn)
+turns_before = gluon.jit(launches.turns_before.fn)
+place_of = gluon.jit(launches.place_of.fn)
+first_turn = gluon.jit(launches.first_turn.fn)
+end_turn = gluon.jit(launches.end_turn.fn)
+exp2_of = gluon.jit(numbers.exp2_of.fn)
+
+# Sums of a group in shared memory: the student's total and dropped, the teacher's, the log ratios.
+SUMS = gl.constexpr(5)
+# Rows that are left of a tile's sum: one of each warp.
+LEFT = gl.constexpr(4)
+
+
+@gluon.jit
+def load_product(
+    hidden,
+    weight,
+    e_tiles,
+    c_tiles,
+    full,
+    empty,
+    row,
+    column,
+    step,
+    D,
+    BLOCK_N: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Loads the operands of a tile's product, as soon as both groups have released a stage."""
+    num_bytes: gl.constexpr = (BLOCK_N + GROUPS * ROWS) * BLOCK_D * hidden.dtype.primitive_bitwidth
+    for k in range(0, D, BLOCK_D):
+        stage = step % STAGES
+        loaded = full.index(stage)
+        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+        mbarrier.expect(loaded, num_bytes // 8)
+        async_load(hidden, [row, k], loaded, e_tiles.index(stage))
+        for group in gl.static_range(GROUPS):
+            async_load(
+                weight, [column + group * ROWS, k], loaded, c_tiles.index(GROUPS * stage + group)
+            )
+        step += 1
+    return step
+
+
+@gluon.jit
+def load_both(
+    hidden,
+    weight,
+    teacher_hidden,
+    teacher_weight,
+    e_tiles,
+    c_tiles,
+    full,
+    empty,
+    block,
+    split,
+    splits,
+    start_turn,
+    stop_turn,
+    D,
+    D_TEACHER,
+    BLOCK_N: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Loads the operands of `sum_both`, in its order."""
+    step = 0
+    for turn in range(start_turn, stop_turn):
+        column = (split + turn * splits) * (GROUPS * ROWS)
+        step = load_product(
+            hidden, weight, e_tiles, c_tiles, full, empty, block * BLOCK_N, column, step, D,
+            BLOCK_N, ROWS, BLOCK_D, STAGES,
+        )  # fmt: skip
+        step = load_product(
+            teacher_hidden, teacher_weight, e_tiles, c_tiles, full, empty, block * BLOCK_N, column,
+            step, D_TEACHER, BLOCK_N, ROWS, BLOCK_D, STAGES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def product_of(
+    e_tiles,
+    c_tiles,
+    full,
+    empty,
+    bias_ptr,
+    group,
+    columns,
+    step,
+    V,
+    D,
+    BLOCK_N: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Computes E . C + bias of the group's columns, [ROWS, BLOCK_N] fp32; returns the next step,
+    too."""
+    x = gl.zeros((ROWS, BLOCK_N), gl.float32, LAYOUT)
+    for k in range(0, D, BLOCK_D):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        c = c_tiles.index(GROUPS * stage + group)
+        e = e_tiles.index(stage).permute((1, 0))
+        x = warpgroup_mma(c, e, x, use_acc=k > 0, is_async=True)
+        x = warpgroup_mma_wait(1, deps=(x,))
+        # One warp signals for all four that they have finished the product before.
+        thread_barrier()
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        step += 1
+    x = warpgroup_mma_wait(0, deps=(x,))
+    thread_barrier()
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(gl.float32)
+        x += bias[:, None]
+    return x, step
+
+
+@gluon.jit
+def add_columns(
+    p,  # [ROWS, BLOCK_N] exp2(z - ref)
+    sum_tiles,  # of the total; of the dropped columns' total is the next one
+    first,
+    mass_ptr,  # [V] of the block
+    columns,
+    V,
+    threshold,
+    ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """Stores the columns' masses, negative where kept; adds to both sums."""
+    mass = gl.sum(p, 1)
+    keeps = mass >= threshold
+    mark = gl.where(keeps, -gl.maximum(mass, 1e-30), mass)
+    gl.store(mass_ptr + columns, mark.to(mass_ptr.dtype.element_ty), mask=columns < V)
+    total = rows_of_warps(p, ROWS, BLOCK_N, LEFT)
+    dropped = rows_of_warps(p * gl.where(keeps, 0.0, 1.0)[:, None], ROWS, BLOCK_N, LEFT)
+    total += sum_tiles.index(first).load(total.type.layout)
+    dropped += sum_tiles.index(first + 1).load(dropped.type.layout)
+    sum_tiles.index(first).store(total)
+    sum_tiles.index(first + 1).store(dropped)
+
+
+@gluon.jit
+def end_model(state_ptrs, size, sum_tiles, first, LAYOUT: gl.constexpr):
+    """Adds a stretch's sums to a model's state. Returns its new reference, how much higher it is,
+    and the total so far relative to the reference before, [BLOCK_N] each."""
+    whole = gl.load(state_ptrs + size) + take_sum(sum_tiles.index(first), LAYOUT)
+    dropped = gl.load(state_ptrs + 2 * size) + take_sum(sum_tiles.index(first + 1), LAYOUT)
+    gain = gl.maximum(gl.log2(whole), 0.0)
+    shrink = exp2_of(-gain)
+    ref = gl.load(state_ptrs) + gain
+    gl.store(state_ptrs, ref)
+    gl.store(state_ptrs + size, whole * shrink)
+    gl.store(state_ptrs + 2 * size, dropped * shrink)
+    return ref, gain, whole
+
+
+@gluon.jit
+def sum_both(
+    group,
+    bias_ptr,
+    teacher_bias_ptr,
+    lower_ptr,
+    teacher_lower_ptr,
+    state_ptr,
+    teacher_ptr,
+    mass_ptr,
+    teacher_mass_ptr,
+    of_token,  # [2 GROUPS, BLOCK_N] in shared memory: the reference of either model
+    sum_tiles,  # [SUMS GROUPS, LEFT, BLOCK_N] in shared memory
+    e_tiles,
+    c_tiles,
+    full,
+    empty,
+    block,
+    split,
+    splits,
+    num_turns,
+    start_turn,
+    stop_turn,
+    launch,
+    num_blocks,
+    count,
+    size,
+    V,
+    D,
+    D_TEACHER,
+    scale,
+    teacher_scale,
+    threshold,
+    BLOCK_N: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    TEACHER_HAS_BIAS: gl.constexpr,
+):
+    """Sums the group's columns of every tile, of both models."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    by_token: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    across: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    token = block * BLOCK_N + gl.arange(0, BLOCK_N, by_token)
+    stride = num_blocks * BLOCK_N
+    state_offset = (GROUPS * split + group) * stride
+    at = slot_of(launch) * 4 * size + token
+    before = slot_of(launch + launches.SLOTS - 1) * 4 * size + token
+    state_ptrs = state_ptr + at + state_offset
+    teacher_ptrs = teacher_ptr + at + state_offset
+    first_ref = start_state(
+        lower_ptr + token, state_ptrs, state_ptrs, state_ptr + before, state_offset,
+        GROUPS * splits, stride, size, token < count, launch, num_turns, True, False, False, False,
+    )  # fmt: skip
+    first_teacher_ref = start_state(
+        teacher_lower_ptr + token, teacher_ptrs, teacher_ptrs, teacher_ptr + before, state_offset,
+        GROUPS * splits, stride, size, token < count, launch, num_turns, True, True, False, False,
+    )  # fmt: skip
+    # The log ratios are relative to both references; `start_state` knows the teacher's alone.
+    ratios = gl.load(teacher_ptrs + 3 * size)
+    if (launch >= launches.FIRST) & (launch < launches.ALONE):
+        goes_on = (launch > launches.FIRST) & (token < count)
+        gain = first_ref - gl.load(state_ptr + before + state_offset, mask=goes_on, other=0.0)
+        whole = gl.load(teacher_ptrs + size)
+        ratios += gl.where(goes_on & (whole > 0), gain * whole, 0.0)
+    gl.store(teacher_ptrs + 3 * size, ratios)
+    ref_tile = of_token.index(2 * group)
+    teacher_ref_tile = of_token.index(2 * group + 1)
+    ref_tile.store(first_ref)
+    teacher_ref_tile.store(first_teacher_ref)
+    first_sum = SUMS * group
+    for i in gl.static_range(SUMS):
+        forget_sum(sum_tiles.index(first_sum + i))
+    factor = scale * numbers.LOG2E
+    teacher_factor = teacher_scale * numbers.LOG2E
+    step = 0
+    turn = start_turn
+    while turn < stop_turn:
+        first = turn
+        turn = gl.minimum(turn + gl.maximum(turn - start_turn, 1), stop_turn)
+        for number in range(first, turn):
+            first_column = ((split + number * splits) * GROUPS + group) * ROWS
+            columns = first_column + rows
+            x, step = product_of(
+                e_tiles, c_tiles, full, empty, bias_ptr, group, columns, step, V, D, BLOCK_N, ROWS,
+                BLOCK_D, STAGES, HAS_BIAS, LAYOUT,
+            )  # fmt: skip
+            x = x * factor - ref_tile.load(across)[None, :]
+            if first_column + ROWS > V:
+                x = gl.where((columns < V)[:, None], x, float("-inf"))
+            waiting = x.to(gl.float16)
+            add_columns(
+                gl.exp2(x), sum_tiles, first_sum, mass_ptr, columns, V, threshold, ROWS, BLOCK_N
+            )
+            y, step = product_of(
+                e_tiles, c_tiles, full, empty, teacher_bias_ptr, group, columns, step, V, D_TEACHER,
+                BLOCK_N, ROWS, BLOCK_D, STAGES, TEACHER_HAS_BIAS, LAYOUT,
+            )  # fmt: skip
+            y = y * teacher_factor - teacher_ref_tile.load(across)[None, :]
+            if first_column + ROWS > V:
+                y = gl.where((columns < V)[:, None], y, float("-inf"))
+            p = gl.exp2(y)
+            # 0 times -inf would be NaN.
+            ratio = gl.where(p > 0, p * (y - waiting.to(gl.float32)), 0.0)
+            of_ratio = rows_of_warps(ratio, ROWS, BLOCK_N, LEFT)
+            ratio_tile = sum_tiles.index(first_sum + 4)
+            ratio_tile.store(of_ratio + ratio_tile.load(of_ratio.type.layout))
+            add_columns(
+                p, sum_tiles, first_sum + 2, teacher_mass_ptr, columns, V, threshold, ROWS, BLOCK_N
+            )
+        ref, gain, _ = end_model(state_ptrs, size, sum_tiles, first_sum, by_token)
+        teacher_ref, teacher_gain, whole = end_model(
+            teacher_ptrs, size, sum_tiles, first_sum + 2, by_token
+        )
+        ratios = gl.load(teacher_ptrs + 3 * size)
+        ratios += take_sum(sum_tiles.index(first_sum + 4), by_token)
+        ratios -= gl.where(whole > 0, (teacher_gain - gain) * whole, 0.0)
+        gl.store(teacher_ptrs + 3 * size, ratios * exp2_of(-teacher_gain))
+        ref_tile.store(ref)
+        teacher_ref_tile.store(teacher_ref)
+
+
+@gluon.jit(do_not_specialize=["launch"])
+def hopper_teacher_kernel(
+    hidden,  # [N, D] packed, a descriptor of BLOCK_N x BLOCK_D
+    weight,  # [V, D], of ROWS x BLOCK_D
+    bias_ptr,  # [V]
+    teacher_hidden,  # [N, D_TEACHER]
+    teacher_weight,  # [V, D_TEACHER]
+    teacher_bias_ptr,  # [V]
+    count_ptr,  # [1] int32
+    shape_ptr,  # [3] int32: blocks, GROUPS x splits, blocks at a time
+    lower_ptr,  # [N]
+    teacher_lower_ptr,  # [N]
+    state_ptr,  # [SLOTS, 4, size]: see `teacher_forward_kernel`; out
+    teacher_ptr,  # [SLOTS, 4, size]: out
+    mass_ptr,  # [num_blocks, V]: out
+    teacher_mass_ptr,  # [num_blocks, V]: out
+    launch,
+    size,
+    V,
+    D,
+    D_TEACHER,
+    scale,
+    teacher_scale,
+    keep,
+    BLOCK_N: gl.constexpr,
+    ROWS: gl.constexpr,  # columns of a tile in a group
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    TEACHER_HAS_BIAS: gl.constexpr,
+):
+    """Sums a block of tokens over every `splits`-th tile of GROUPS x ROWS columns, of both models;
+    a program a block and split."""
+    num_blocks = gl.load(shape_ptr)
+    splits = gl.load(shape_ptr + 1) // GROUPS
+    if gl.program_id(0) >= num_blocks * splits:
+        return
+    count = gl.load(count_ptr)
+    block, split = place_of(gl.program_id(0), num_blocks, splits, gl.load(shape_ptr + 2))
+    num_turns = turns_before(gl.cdiv(V, GROUPS * ROWS), split, splits)
+    num_turns = gl.where(block * BLOCK_N < count, num_turns, 0)
+    start_turn = first_turn(launch, num_turns)
+    stop_turn = end_turn(launch, num_turns, GROUPS * splits)
+    threshold = keep * (gl.minimum(count - block * BLOCK_N, BLOCK_N) / BLOCK_N)
+    mass_ptr += block.to(gl.int64) * V
+    teacher_mass_ptr += block.to(gl.int64) * V
+    e_tiles = gl.allocate_shared_memory(hidden.dtype, [STAGES, BLOCK_N, BLOCK_D], hidden.layout)
+    c_tiles = gl.allocate_shared_memory(
+        weight.dtype, [STAGES * GROUPS, ROWS, BLOCK_D], weight.layout
+    )
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    of_token = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, BLOCK_N], plain)
+    by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sum_tiles = gl.allocate_shared_memory(gl.float32, [SUMS * GROUPS, LEFT, BLOCK_N], by_row)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    gl.warp_specialize(
+        [
+            (
+                sum_both,
+                (
+                    0, bias_ptr, teacher_bias_ptr, lower_ptr, teacher_lower_ptr, state_ptr,
+                    teacher_ptr, mass_ptr, teacher_mass_ptr, of_token, sum_tiles, e_tiles, c_tiles,
+                    full, empty, block, split, splits, num_turns, start_turn, stop_turn, launch,
+                    num_blocks, count, size, V, D, D_TEACHER, scale, teacher_scale, threshold,
+                    BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, TEACHER_HAS_BIAS,
+                ),
+            ),
+            (
+                sum_both,
+                (
+                    1, bias_ptr, teacher_bias_ptr, lower_ptr, teacher_lower_ptr, state_ptr,
+                    teacher_ptr, mass_ptr, teacher_mass_ptr, of_token, sum_tiles, e_tiles, c_tiles,
+                    full, empty, block, split, splits, num_turns, start_turn, stop_turn, launch,
+                    num_blocks, count, size, V, D, D_TEACHER, scale, teacher_scale, threshold,
+                    BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, TEACHER_HAS_BIAS,
+                ),
+            ),
+            (
+                load_both,
+                (
+                    hidden, weight, teacher_hidden, teacher_weight, e_tiles, c_tiles, full, empty,
+                    block, split, splits, start_turn, stop_turn, D, D_TEACHER, BLOCK_N, ROWS,
+                    BLOCK_D, STAGES,
+                ),
+            ),
+        ],
+        # Warps and registers of the second group and of the loads; the first group has all others.
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
