@@ -17,12 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper_state import start_state
-from cce_dist.backends.triton.kernels.forward.hopper_stats import (
-    GROUPS,
-    forget_sum,
-    rows_of_warps,
-    take_sum,
-)
+from cce_dist.backends.triton.kernels.forward.hopper_stats import GROUPS
 from cce_dist.backends.triton.kernels.gluon_names import async_load, thread_barrier
 
 slot_of = gluon.jit(launches.slot_of.fn)
@@ -31,11 +26,6 @@ place_of = gluon.jit(launches.place_of.fn)
 first_turn = gluon.jit(launches.first_turn.fn)
 end_turn = gluon.jit(launches.end_turn.fn)
 exp2_of = gluon.jit(numbers.exp2_of.fn)
-
-# Sums of a group in shared memory: the student's total and dropped, the teacher's, the log ratios.
-SUMS = gl.constexpr(5)
-# Rows that are left of a tile's sum: one of each warp.
-LEFT = gl.constexpr(4)
 
 
 @gluon.jit
@@ -126,15 +116,14 @@ def product_of(
     HAS_BIAS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Computes E . C + bias of the group's columns, [ROWS, BLOCK_N] fp32; returns the next step,
+    """Computes E . C + bias of the group's columns, [BLOCK_N, ROWS] fp32; returns the next step,
     too."""
-    x = gl.zeros((ROWS, BLOCK_N), gl.float32, LAYOUT)
+    x = gl.zeros((BLOCK_N, ROWS), gl.float32, LAYOUT)
     for k in range(0, D, BLOCK_D):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
-        c = c_tiles.index(GROUPS * stage + group)
-        e = e_tiles.index(stage).permute((1, 0))
-        x = warpgroup_mma(c, e, x, use_acc=k > 0, is_async=True)
+        c = c_tiles.index(GROUPS * stage + group).permute((1, 0))
+        x = warpgroup_mma(e_tiles.index(stage), c, x, use_acc=k > 0, is_async=True)
         x = warpgroup_mma_wait(1, deps=(x,))
         # One warp signals for all four that they have finished the product before.
         thread_barrier()
@@ -145,41 +134,40 @@ def product_of(
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
     if HAS_BIAS:
         bias = gl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(gl.float32)
-        x += bias[:, None]
+        x += bias[None, :]
     return x, step
 
 
 @gluon.jit
 def add_columns(
-    p,  # [ROWS, BLOCK_N] exp2(z - ref)
-    sum_tiles,  # of the total; of the dropped columns' total is the next one
-    first,
+    p,  # [BLOCK_N, ROWS] exp2(z - ref)
+    total,  # [BLOCK_N]
+    dropped,  # [BLOCK_N]
     mass_ptr,  # [V] of the block
-    columns,
+    first_column,
     V,
     threshold,
     ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
 ):
     """Stores the columns' masses, negative where kept; adds to both sums."""
-    mass = gl.sum(p, 1)
+    # A column a thread: a thread has a quarter of the tile's columns in p, too many for pointers.
+    by_column: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    columns = first_column + gl.arange(0, ROWS, by_column)
+    mass = gl.convert_layout(gl.sum(p, 0), by_column)
     keeps = mass >= threshold
     mark = gl.where(keeps, -gl.maximum(mass, 1e-30), mass)
     gl.store(mass_ptr + columns, mark.to(mass_ptr.dtype.element_ty), mask=columns < V)
-    total = rows_of_warps(p, ROWS, BLOCK_N, LEFT)
-    dropped = rows_of_warps(p * gl.where(keeps, 0.0, 1.0)[:, None], ROWS, BLOCK_N, LEFT)
-    total += sum_tiles.index(first).load(total.type.layout)
-    dropped += sum_tiles.index(first + 1).load(dropped.type.layout)
-    sum_tiles.index(first).store(total)
-    sum_tiles.index(first + 1).store(dropped)
+    drops = gl.convert_layout(gl.where(keeps, 0.0, 1.0), gl.SliceLayout(0, p.type.layout))
+    return total + gl.sum(p, 1), dropped + gl.sum(p * drops[None, :], 1)
 
 
 @gluon.jit
-def end_model(state_ptrs, size, sum_tiles, first, LAYOUT: gl.constexpr):
+def end_model(state_ptrs, size, total, dropped):
     """Adds a stretch's sums to a model's state. Returns its new reference, how much higher it is,
     and the total so far relative to the reference before, [BLOCK_N] each."""
-    whole = gl.load(state_ptrs + size) + take_sum(sum_tiles.index(first), LAYOUT)
-    dropped = gl.load(state_ptrs + 2 * size) + take_sum(sum_tiles.index(first + 1), LAYOUT)
+    layout: gl.constexpr = state_ptrs.type.layout
+    whole = gl.load(state_ptrs + size) + gl.convert_layout(total, layout)
+    dropped = gl.load(state_ptrs + 2 * size) + gl.convert_layout(dropped, layout)
     gain = gl.maximum(gl.log2(whole), 0.0)
     shrink = exp2_of(-gain)
     ref = gl.load(state_ptrs) + gain
@@ -200,8 +188,7 @@ def sum_both(
     teacher_ptr,
     mass_ptr,
     teacher_mass_ptr,
-    of_token,  # [2 GROUPS, BLOCK_N] in shared memory: the reference of either model
-    sum_tiles,  # [SUMS GROUPS, LEFT, BLOCK_N] in shared memory
+    waiting,  # [BLOCK_N, ROWS] fp16 in shared memory
     e_tiles,
     c_tiles,
     full,
@@ -230,10 +217,10 @@ def sum_both(
     TEACHER_HAS_BIAS: gl.constexpr,
 ):
     """Sums the group's columns of every tile, of both models."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     by_token: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    across: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    down: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
     token = block * BLOCK_N + gl.arange(0, BLOCK_N, by_token)
     stride = num_blocks * BLOCK_N
     state_offset = (GROUPS * split + group) * stride
@@ -257,13 +244,9 @@ def sum_both(
         whole = gl.load(teacher_ptrs + size)
         ratios += gl.where(goes_on & (whole > 0), gain * whole, 0.0)
     gl.store(teacher_ptrs + 3 * size, ratios)
-    ref_tile = of_token.index(2 * group)
-    teacher_ref_tile = of_token.index(2 * group + 1)
-    ref_tile.store(first_ref)
-    teacher_ref_tile.store(first_teacher_ref)
-    first_sum = SUMS * group
-    for i in gl.static_range(SUMS):
-        forget_sum(sum_tiles.index(first_sum + i))
+    ref = gl.convert_layout(first_ref, down)
+    teacher_ref = gl.convert_layout(first_teacher_ref, down)
+    nothing = ref * 0.0
     factor = scale * numbers.LOG2E
     teacher_factor = teacher_scale * numbers.LOG2E
     step = 0
@@ -271,6 +254,8 @@ def sum_both(
     while turn < stop_turn:
         first = turn
         turn = gl.minimum(turn + gl.maximum(turn - start_turn, 1), stop_turn)
+        total, dropped, teacher_total, teacher_dropped = nothing, nothing, nothing, nothing
+        of_ratios = nothing
         for number in range(first, turn):
             first_column = ((split + number * splits) * GROUPS + group) * ROWS
             columns = first_column + rows
@@ -278,39 +263,43 @@ def sum_both(
                 e_tiles, c_tiles, full, empty, bias_ptr, group, columns, step, V, D, BLOCK_N, ROWS,
                 BLOCK_D, STAGES, HAS_BIAS, LAYOUT,
             )  # fmt: skip
-            x = x * factor - ref_tile.load(across)[None, :]
+            x = x * factor - ref[:, None]
             if first_column + ROWS > V:
-                x = gl.where((columns < V)[:, None], x, float("-inf"))
-            waiting = x.to(gl.float16)
-            add_columns(
-                gl.exp2(x), sum_tiles, first_sum, mass_ptr, columns, V, threshold, ROWS, BLOCK_N
+                x = gl.where((columns < V)[None, :], x, float("-inf"))
+            waiting.store(x.to(gl.float16))
+            total, dropped = add_columns(
+                gl.exp2(x), total, dropped, mass_ptr, first_column, V, threshold, ROWS
             )
             y, step = product_of(
                 e_tiles, c_tiles, full, empty, teacher_bias_ptr, group, columns, step, V, D_TEACHER,
                 BLOCK_N, ROWS, BLOCK_D, STAGES, TEACHER_HAS_BIAS, LAYOUT,
             )  # fmt: skip
-            y = y * teacher_factor - teacher_ref_tile.load(across)[None, :]
+            y = y * teacher_factor - teacher_ref[:, None]
             if first_column + ROWS > V:
-                y = gl.where((columns < V)[:, None], y, float("-inf"))
+                y = gl.where((columns < V)[None, :], y, float("-inf"))
             p = gl.exp2(y)
             # 0 times -inf would be NaN.
-            ratio = gl.where(p > 0, p * (y - waiting.to(gl.float32)), 0.0)
-            of_ratio = rows_of_warps(ratio, ROWS, BLOCK_N, LEFT)
-            ratio_tile = sum_tiles.index(first_sum + 4)
-            ratio_tile.store(of_ratio + ratio_tile.load(of_ratio.type.layout))
-            add_columns(
-                p, sum_tiles, first_sum + 2, teacher_mass_ptr, columns, V, threshold, ROWS, BLOCK_N
+            of_tile = gl.where(p > 0, p * (y - waiting.load(LAYOUT).to(gl.float32)), 0.0)
+            of_ratios += gl.sum(of_tile, 1)
+            teacher_total, teacher_dropped = add_columns(
+                p,
+                teacher_total,
+                teacher_dropped,
+                teacher_mass_ptr,
+                first_column,
+                V,
+                threshold,
+                ROWS,
             )
-        ref, gain, _ = end_model(state_ptrs, size, sum_tiles, first_sum, by_token)
-        teacher_ref, teacher_gain, whole = end_model(
-            teacher_ptrs, size, sum_tiles, first_sum + 2, by_token
+        next_ref, gain, _ = end_model(state_ptrs, size, total, dropped)
+        next_teacher_ref, teacher_gain, whole = end_model(
+            teacher_ptrs, size, teacher_total, teacher_dropped
         )
-        ratios = gl.load(teacher_ptrs + 3 * size)
-        ratios += take_sum(sum_tiles.index(first_sum + 4), by_token)
+        ratios = gl.load(teacher_ptrs + 3 * size) + gl.convert_layout(of_ratios, by_token)
         ratios -= gl.where(whole > 0, (teacher_gain - gain) * whole, 0.0)
         gl.store(teacher_ptrs + 3 * size, ratios * exp2_of(-teacher_gain))
-        ref_tile.store(ref)
-        teacher_ref_tile.store(teacher_ref)
+        ref = gl.convert_layout(next_ref, down)
+        teacher_ref = gl.convert_layout(next_teacher_ref, down)
 
 
 @gluon.jit(do_not_specialize=["launch"])
@@ -363,10 +352,8 @@ def hopper_teacher_kernel(
     c_tiles = gl.allocate_shared_memory(
         weight.dtype, [STAGES * GROUPS, ROWS, BLOCK_D], weight.layout
     )
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    of_token = gl.allocate_shared_memory(gl.float32, [2 * GROUPS, BLOCK_N], plain)
-    by_row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    sum_tiles = gl.allocate_shared_memory(gl.float32, [SUMS * GROUPS, LEFT, BLOCK_N], by_row)
+    by_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROWS], gl.float16)
+    waiting = gl.allocate_shared_memory(gl.float16, [GROUPS, BLOCK_N, ROWS], by_tile)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -378,7 +365,7 @@ def hopper_teacher_kernel(
                 sum_both,
                 (
                     0, bias_ptr, teacher_bias_ptr, lower_ptr, teacher_lower_ptr, state_ptr,
-                    teacher_ptr, mass_ptr, teacher_mass_ptr, of_token, sum_tiles, e_tiles, c_tiles,
+                    teacher_ptr, mass_ptr, teacher_mass_ptr, waiting.index(0), e_tiles, c_tiles,
                     full, empty, block, split, splits, num_turns, start_turn, stop_turn, launch,
                     num_blocks, count, size, V, D, D_TEACHER, scale, teacher_scale, threshold,
                     BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, TEACHER_HAS_BIAS,
@@ -388,7 +375,7 @@ def hopper_teacher_kernel(
                 sum_both,
                 (
                     1, bias_ptr, teacher_bias_ptr, lower_ptr, teacher_lower_ptr, state_ptr,
-                    teacher_ptr, mass_ptr, teacher_mass_ptr, of_token, sum_tiles, e_tiles, c_tiles,
+                    teacher_ptr, mass_ptr, teacher_mass_ptr, waiting.index(1), e_tiles, c_tiles,
                     full, empty, block, split, splits, num_turns, start_turn, stop_turn, launch,
                     num_blocks, count, size, V, D, D_TEACHER, scale, teacher_scale, threshold,
                     BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, TEACHER_HAS_BIAS,
