@@ -25,7 +25,7 @@ from benchmarks.fidelity.tenths import ALL, Group, compare_groups, groups_of
 from benchmarks.rl.logprobs import tenths_by_probability
 from cce_dist.bench.golden import CHUNK_ELEMENTS, GRADIENT_ERRORS, Gradients, Reference, gradients
 from cce_dist.bench.inputs import BenchInputs
-from cce_dist.bench.loss import Settings, bench_loss
+from cce_dist.bench.loss import Settings, bench_loss, progress_of
 from cce_dist.bench.methods import Method
 from cce_dist.bench.report import Cells
 
@@ -112,7 +112,8 @@ def bench_distill(
     builders |= {name: lambda _, each=name: build(each).loss for name in names}
 
     def save(rows: Sequence[Cells]) -> None:
-        say(f"{rows[-1]['method']}: {rows[-1]['failed'] or 'measured'}")
+        unknown = dict.fromkeys(GRADIENT_ERRORS) if rows[-1]["method"] in REFERENCES else {}
+        say(progress_of({**rows[-1], **unknown}))
 
     timed = bench_loss(
         inputs,
@@ -173,8 +174,10 @@ def compare(
     gradient_errors = compare_groups(gradients(built.loss, inputs), golden.gradients, list(groups))
     off = None
     if built.tokens is not None:
+        # A compiler would take other tensors than those of part "loss" for a new case.
+        tensors = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
         with torch.no_grad():
-            off = built.tokens(inputs.hidden, inputs.weight).double() - golden.kl
+            off = built.tokens(*tensors).double() - golden.kl
     cells: dict[str, Cells] = {}
     for group in groups:
         row: dict[str, Any] = {name: gradient_errors[group.name][name] for name in GRADIENT_ERRORS}
