@@ -46,15 +46,17 @@ def logprobs_command(
     Each token has a random advantage. Errors are against float64, for all tokens and for tenths of
     them by the target's probability: the terminal shows all tokens, files have the tenths too.
     """
+    from benchmarks.contenders import choose_contenders
     from benchmarks.fidelity.tenths import ALL
-    from benchmarks.rl.logprobs import bench_logprobs, choose_contenders
+    from benchmarks.rl.contenders import CONTENDERS
+    from benchmarks.rl.logprobs import bench_logprobs
     from cce_dist.bench.loss import Settings
     from cce_dist.bench.machine import fresh_compiler
     from cce_dist.bench.methods import DeviceLostError, restart_without
     from cce_dist.bench.report import Report
 
     with arg.refusals():
-        names = choose_contenders(method or (), on_gpu=device.startswith("cuda"))
+        names = choose_contenders(CONTENDERS, method or (), on_gpu=device.startswith("cuda"))
         cases = arg.cases_of(inputs, shape, tokens, vocab, dim, dtype, device)
     settings = Settings(
         repeats, budget_seconds=budget_seconds, timeout_seconds=peer_timeout_seconds

@@ -5,21 +5,17 @@ A peer is imported when it is built. If that fails, a row of the results says wh
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from pkgutil import resolve_name
-from types import ModuleType
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.contenders import import_alone
 from cce_dist import TokenLogprobs, token_logprobs
 from cce_dist.bench.golden import LossFunction
 from cce_dist.bench.peers import TRL_CHUNK
@@ -120,35 +116,12 @@ def trl() -> TokenFunction:
 
 
 def verl() -> TokenFunction:
-    function = import_verl().linear_cross_entropy
+    function = import_alone("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
 
     def tokens(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogprobs:
         return TokenLogprobs(*function(hidden, weight, targets, 1.0, "none"))
 
     return tokens
-
-
-def import_verl() -> ModuleType:
-    """Imports verl's kernel; its packages' own imports, such as ray, need not be installed.
-
-    Raises:
-        ModuleNotFoundError: there is no verl.
-    """
-    name = "verl.utils.kernel.linear_cross_entropy"
-    try:
-        return importlib.import_module(name)
-    except Exception:
-        spec = importlib.util.find_spec("verl")
-        if spec is None or not spec.submodule_search_locations:
-            raise
-        root = Path(spec.submodule_search_locations[0])
-    for module in [each for each in sys.modules if each.partition(".")[0] == "verl"]:
-        del sys.modules[module]
-    for parents in ((), ("utils",), ("utils", "kernel")):
-        stub = ModuleType(".".join(("verl", *parents)))
-        stub.__path__ = [str(root.joinpath(*parents))]
-        sys.modules[stub.__name__] = stub
-    return importlib.import_module(name)
 
 
 def liger(policy: Policy) -> Built:

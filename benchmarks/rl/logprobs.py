@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.contenders import add_ratios
 from benchmarks.fidelity.tenths import ALL, Group, compare_groups
 from benchmarks.rl.contenders import CONTENDERS, Built, Policy, draw_policy
 from cce_dist import TokenLogprobs
@@ -30,18 +31,6 @@ COLUMNS = (
 )
 TIMED = ("part", "repeats", "median_ms", "p10_ms", "p90_ms", "of_roofline", "peak_extra_mib")
 NUM_TENTHS = 10
-
-
-def choose_contenders(names: Sequence[str], *, on_gpu: bool) -> list[str]:
-    """Returns the names to measure, in the registry's order; without names, all that can run.
-
-    Raises:
-        ValueError: a name is unknown, or needs a GPU.
-    """
-    able = [name for name, each in CONTENDERS.items() if on_gpu or each.on_cpu]
-    if unknown := sorted(set(names) - set(able)):
-        raise ValueError(f"method must be among {able} on this device, got {unknown}")
-    return [name for name in able if not names or name in names]
 
 
 def bench_logprobs(
@@ -98,24 +87,8 @@ def bench_logprobs(
             else:
                 about = {"method": name, "part": "", "tenth": tenth, "note": note, "failed": ""}
                 tenths.append({**dict.fromkeys(COLUMNS), **about, **cells})
-    _add_ratios(whole)
+    add_ratios(whole, CONTENDERS)
     return [*tenths, *whole]
-
-
-def _add_ratios(rows: Sequence[dict[str, Any]]) -> None:
-    """Adds each time over that of the fastest peer in the same part."""
-    for row in rows:
-        peers = [
-            each["median_ms"]
-            for each in rows
-            if each["part"] == row["part"] and not each["failed"] and _is_peer(each["method"])
-        ]
-        if peers and row["median_ms"] is not None:
-            row["of_fastest_peer"] = row["median_ms"] / min(peers)
-
-
-def _is_peer(name: str) -> bool:
-    return name in CONTENDERS and CONTENDERS[name].origin == "peer"
 
 
 @torch.no_grad()

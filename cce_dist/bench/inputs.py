@@ -242,7 +242,7 @@ def zipf_tensors(
     )
     key = document + torch.rand(num_tokens, generator=generator, device=weight.device)
     hidden = hidden[key.argsort()].to(dtype).contiguous()
-    return hidden, weight, _draw_targets(hidden, weight, generator)
+    return hidden, weight, draw_targets(hidden, weight, generator)
 
 
 def _weight(
@@ -313,7 +313,8 @@ def _hidden_of(
     return hidden.flatten(0, 1)
 
 
-def _draw_targets(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
+def draw_targets(hidden: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Draws targets [N] int64 from the softmax; the logits of some tokens exist at a time."""
     step = max(1, MAX_ELEMENTS // len(weight))
     drawn = [
         torch.multinomial((rows @ weight.T).float().softmax(-1), 1, generator=generator)

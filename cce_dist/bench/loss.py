@@ -300,14 +300,15 @@ def measure_all(
 
         def save(rows: list[Cells], inputs: BenchInputs = inputs) -> None:
             report.add(inputs.description, rows)
-            report.say(_progress(rows[-1]))
+            report.say(progress_of(rows[-1]))
 
         with fresh_compiler():
             bench_loss(inputs, methods, settings, save=save, failed=failed)
         report.finish_case()
 
 
-def _progress(row: Cells) -> str:
+def progress_of(row: Cells) -> str:
+    """Returns a line about a method that has just been measured, from a row of `bench_loss`."""
     names = ("median_ms", "peak_extra_mib", "grad_hidden_error", "grad_weight_error", "failed")
     values = [(name, format_cell(name, row[name])) for name in names]
     return f"{row['method']}: " + ", ".join(f"{name} {value}" for name, value in values if value)

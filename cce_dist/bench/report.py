@@ -28,9 +28,9 @@ FORMATS = {
     for spec, names in {
         ".0f": "over_gradients_mib peak_extra_mib tokens_per_s",
         ".1f": "calls seconds seconds_to_loss",
-        ".2f": "of_dense of_fastest_peer of_matmul of_roofline peak_gib times_faster",
+        ".2f": "of_bound of_dense of_fastest_peer of_matmul of_roofline peak_gib times_faster",
         ".3f": "kernel_ms of_sum",
-        ".4f": "clipped entropy first_reward kept last_reward least_kept least_kept_alone "
+        ".4f": "clipped entropy first_reward kept kl last_reward least_kept least_kept_alone "
         "mean_loss most_kept most_kept_alone reward",
         ".3g": "tflop_per_s",
     }.items()

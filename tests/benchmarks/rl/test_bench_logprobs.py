@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from benchmarks.fidelity.tenths import ALL
 from benchmarks.rl import contenders
-from benchmarks.rl.contenders import CONTENDERS, Contender, Policy, dense, draw_policy, import_verl
+from benchmarks.rl.contenders import CONTENDERS, Contender, Policy, dense, draw_policy
 from benchmarks.rl.logprobs import golden_of, tenths_by_probability
 from cce_dist.bench.golden import gradients
 from cce_dist.bench.inputs import Shape, make_inputs
@@ -40,26 +39,6 @@ def test_tenths_are_ranked_by_probability() -> None:
     assert groups["1"].tokens[logprobs.argmax()] and groups["10"].tokens[logprobs.argmin()]
     assert [int(group.tokens.sum()) for group in groups.values()] == [40] + 10 * [4]
     assert groups["3"].ids.nonzero()[:, 0].equal(inputs.targets[groups["3"].tokens].unique())
-
-
-def test_verl_needs_no_packages_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = tmp_path / "verl" / "utils" / "kernel"
-    kernel.mkdir(parents=True)
-    (tmp_path / "verl" / "__init__.py").write_text("import no_such_package_as_ray\n")
-    for folder in (kernel, kernel.parent):
-        (folder / "__init__.py").write_text("raise RuntimeError('not these either')\n")
-    (kernel / "linear_cross_entropy.py").write_text(
-        "from . import kernels\nlinear_cross_entropy = kernels.function\n"
-    )
-    (kernel / "kernels.py").write_text("def function(): return 5\n")
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    with pytest.raises(ModuleNotFoundError, match="verl"):
-        monkeypatch.setattr(contenders.importlib.util, "find_spec", lambda name: None)
-        import_verl()
-    monkeypatch.undo()
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    monkeypatch.syspath_prepend(tmp_path)
-    assert import_verl().linear_cross_entropy() == 5
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,102 @@
+"""`cce-dist bench distill`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cce_dist.bench import arguments as arg
+
+# The columns of the terminal's table.
+SHOWN = (
+    *("method", "part", "repeats", "median_ms", "p10_ms", "p90_ms", "of_fastest_peer"),
+    *("of_bound", "peak_extra_mib", "kl_error", "loss_error"),
+    *("grad_hidden_error", "grad_weight_error", "failed"),
+)
+
+
+def distill_command(
+    tokens: arg.Tokens = None,
+    vocab: arg.Size = 16384,
+    dim: Annotated[int, typer.Option(min=4, help="Of the student.")] = 256,
+    shape: arg.Shapes = None,
+    teacher_dim: Annotated[
+        int | None, typer.Option(min=4, help="[twice the student's hidden size]")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Divides both models' logits.")] = 1.0,
+    dtype: arg.Dtype = "bfloat16",
+    device: arg.Device = "cuda",
+    method: Annotated[
+        arg.Names,
+        typer.Option(
+            help="filtered, exact, dense, trl, torch-compile, torch-compile-chunked, "
+            "liger-chunked, liger, liger-fp32, fla-16bit, fla; may be repeated. [all that can run]"
+        ),
+    ] = None,
+    peer_path: arg.PeerPath = None,
+    peer_timeout_seconds: arg.Timeout = 120.0,
+    repeats: arg.Repeats = 20,
+    budget_seconds: arg.Budget = 2.0,
+    csv_path: arg.CsvPath = None,
+    json_path: arg.JsonPath = None,
+    failed: arg.Failed = None,
+) -> None:
+    """Distillation's forward KL and its gradients: ours, TRL's, Liger's, FLA's.
+
+    A shape is the student's. Both models are made at random, with the frequencies and contexts of
+    one text, and a divergence of about 0.4 nats. Errors are against float64, for all tokens and for
+    tenths of them: by the teacher's entropy, and by the frequency of ids. The terminal shows all
+    tokens, files have the tenths too. `products` has the bare matrix products of both models'
+    logits, `cross-entropy` the student's alone with filtered gradients. `of_bound` is the time over
+    the products' and, with gradients, that cross-entropy's backward.
+    """
+    from benchmarks.contenders import choose_contenders
+    from benchmarks.distillation.contenders import CONTENDERS
+    from benchmarks.distillation.distill import bench_distill, golden_of
+    from benchmarks.distillation.inputs import make_models
+    from benchmarks.fidelity.tenths import ALL
+    from cce_dist.bench.loss import Settings
+    from cce_dist.bench.machine import fresh_compiler, version_of
+    from cce_dist.bench.methods import DeviceLostError, restart_without
+    from cce_dist.bench.report import Report
+
+    with arg.refusals():
+        names = choose_contenders(CONTENDERS, method or (), on_gpu=device.startswith("cuda"))
+        shapes = arg.shapes_of("zipf", shape, tokens, vocab, dim)
+        where, wanted = arg.device_of(device), arg.dtype_of(dtype)
+    settings = Settings(
+        repeats, budget_seconds=budget_seconds, timeout_seconds=peer_timeout_seconds
+    )
+    machine = arg.machine_of(device, 0, peers=("trl", "liger"))
+    machine["peers"] += f", fla-core {version_of('fla-core', 'unknown')}"
+    report = Report(machine, csv_path, json_path)
+    try:
+        for parsed in shapes:
+            with arg.refusals():
+                inputs, teacher = make_models(
+                    parsed,
+                    teacher_dim or 2 * parsed.dim,
+                    temperature=temperature,
+                    dtype=wanted,
+                    device=where,
+                )
+            golden = golden_of(inputs, teacher)
+            about = {
+                **inputs.description,
+                "D_teacher": teacher.hidden.shape[1],
+                "temperature": f"{temperature:g}",
+                **golden.description,
+            }
+            report.say(", ".join(f"{name} {value}" for name, value in about.items()))
+            with fresh_compiler():
+                rows = bench_distill(
+                    *(inputs, teacher, golden, names, settings),
+                    failed=arg.reasons_of(failed),
+                    say=report.say,
+                )
+            report.add(about, rows)
+            shown = [row for row in rows if row["group"] == ALL]
+            report.finish_case([{name: row[name] for name in SHOWN} for row in shown])
+    except DeviceLostError as error:
+        restart_without(error)
