@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.core.types import accumulate_dtype
-from cce_dist.distillation.columns import divergence_of_columns
+from cce_dist.distillation.columns import Columns
 from cce_dist.distillation.divergences import Divergence
 from cce_dist.distillation.function import Objective
 from cce_dist.distillation.loss import (
@@ -29,6 +29,7 @@ from cce_dist.frontend.listed import (
     local_of,
 )
 from cce_dist.frontend.outputs import LossOutput
+from cce_dist.frontend.prepare import operand_dtype
 from cce_dist.frontend.reduction import PickedTokens, TokenLoss, shifted
 from cce_dist.frontend.validation import require_tensor
 from cce_dist.logprobs import (
@@ -166,12 +167,13 @@ def listed_distillation(
     - "left_out": p and q are divided by their sums. The student's mass outside has no gradient.
 
     A mass outside is uncertain by the rounding of the sum, some 2^-20 in fp32 (float64: 2^-49). The
-    student's counts as that where it is less, and so does the teacher's in reverse KL: neither value
-    nor gradient becomes infinite or NaN. A teacher's sum above 1 by rounding is divided out.
+    student's counts as that where it is less, and so does the teacher's in reverse KL: no value or
+    gradient is infinite or NaN. A teacher's sum above 1 by rounding is divided out.
 
-    With "class" and forward KL listed ids' gradients are differences of numbers that grow with the
-    ratio of the two masses outside. In 16 bits a token's gradient errs by some 2^-9 (bf16) times
-    (1 - sum p) / (1 - sum q).
+    With "class" the divergence's derivative by 1 - sum q is cut to 16 in bf16, 128 in fp16, 2^13 in
+    fp32 and 2^42 in float64. That concerns forward KL, where the teacher gives the ids outside more
+    than 16 times the student's mass: the pull on them is then weaker than the derivative, since
+    rounding of the backward's products would leave more than the cut takes. Values are not cut.
 
     Args:
         teacher: rows belong to hidden's tokens, also with `shift`: row t is what the teacher
@@ -219,21 +221,22 @@ def listed_distillation(
     targets = require_tensor("targets", targets)
     # Lists belong to hidden's tokens, and so do the targets from here on.
     if shift and not targets.dim():
-        raise ValueError(f"shift={shift} goes along the last dim of targets, and targets [] have none")
+        raise ValueError(
+            f"shift={shift} goes along the last dim of targets, and targets [] have none"
+        )
     targets = shifted(targets, shift, ignore_index)
     inputs = Inputs(hidden, weight, targets, bias, token_weight)
     where = (group, vocab_shard)
     listed = list_tokens(inputs, _at_hidden(options, temperature), *where)
     ids, logprobs = _check_teacher(teacher, listed, rest, accumulate_dtype(hidden.dtype))
     unweighted = inputs._replace(token_weight=None)
-    value, nll = _values(unweighted, options, where, listed, objective, (ids, logprobs, rest))
+    columns = Columns(objective.divergences, rest == "class", operand_dtype(hidden))
+    value, nll = _values(unweighted, options, where, listed, columns, (ids, logprobs), objective)
     counts = listed.counts
-    picked = PickedTokens(
-        listed.targets, None, counts.sum(dtype=torch.int32).view(1), counts
-    )
+    picked = PickedTokens(listed.targets, None, counts.sum(dtype=torch.int32).view(1), counts)
     terms = TokenLoss.of(picked, options, local_of(token_weight), None, hidden)
     return listed.wrap(
-        output_of(value, nll, terms, picked, listed.shape, (reduction, shift, stats, alpha))
+        output_of(value, nll, terms, picked, listed.shape, (reduction, shift, stats, alpha))  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -248,20 +251,19 @@ def _values(
     options: LossOptions,
     where: tuple[Group | DeviceMesh | None, VocabShard | None],
     listed: Listed,
+    columns: Columns,
+    teacher: tuple[Tensor, Tensor],
     objective: Objective,
-    teacher: tuple[Tensor, Tensor, Rest],
 ) -> tuple[Tensor, Tensor | None]:
     """Computes each token's divergence and, if alpha > 0, nll, [N], 0 at tokens that do not
     count."""
-    ids, logprobs, rest = teacher
-    at = _at_hidden(options, objective.temperature, "lse")
-    result = compute_loss(inputs, at, *where)
+    ids, logprobs = teacher
+    result = compute_loss(inputs, _at_hidden(options, objective.temperature, "lse"), *where)
     assert isinstance(result, LossOutput) and result.lse is not None
-    lse, counts = local_of(result.lse).reshape(-1), listed.counts
+    lse, leaves_out = local_of(result.lse).reshape(-1), ~listed.counts
     student = candidate_logits(listed, ids) - lse[:, None]
-    student = student.masked_fill(~counts[:, None], 0)
-    value = divergence_of_columns(student, logprobs, objective.divergences, rest=rest == "class")
-    value = value.masked_fill(~counts, 0)
+    value = columns.compute(student.masked_fill(leaves_out[:, None], 0), logprobs)
+    value = value.masked_fill(leaves_out, 0)
     if objective.alpha == 0:
         return value, None
     nll = result.loss
@@ -312,9 +314,7 @@ def _check_teacher(
     return ids, flat
 
 
-def _check_values(
-    ids: Tensor, logprobs: Tensor, counts: Tensor, rest: Rest, error: float
-) -> None:
+def _check_values(ids: Tensor, logprobs: Tensor, counts: Tensor, rest: Rest, error: float) -> None:
     """Checks rows [N, K] at tokens that count."""
     rule = "teacher.logprobs must be natural logarithms of probabilities, at most 0"
     require(

@@ -62,7 +62,9 @@ class Student:
 
     def on(self, device: str) -> Student:
         there = {name: getattr(self, name).to(device) for name in (*LEAVES, "targets")}
-        return replace(self, **there, teacher=TeacherLogprobs(*(x.to(device) for x in self.teacher)))
+        return replace(
+            self, **there, teacher=TeacherLogprobs(*(x.to(device) for x in self.teacher))
+        )
 
     def leaves(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         tensors = {name: getattr(self, name).detach().clone() for name in LEAVES}
