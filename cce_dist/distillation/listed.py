@@ -95,7 +95,8 @@ def teacher_topk(
     the vocabulary has fewer than k ids, padding follows them. Not differentiable.
 
     Args:
-        hidden, weight, bias, softcap, logit_scale: the teacher's.
+        hidden, weight, bias, softcap, logit_scale: the teacher's. Padded rows of weight are ids as
+            others are, unless vocab_shard marks them as padding.
         k: in [1, 128].
         temperature: > 0; that of `listed_distillation`.
         group, vocab_shard, sequence_parallel, backend, workspace_bytes: as in `token_logprobs`.
@@ -167,8 +168,8 @@ def listed_distillation(
     - "left_out": p and q are divided by their sums. The student's mass outside has no gradient.
 
     A mass outside is uncertain by the rounding of the sum, some 2^-20 in fp32 (float64: 2^-49). The
-    student's counts as that where it is less, and so does the teacher's in reverse KL: no value or
-    gradient is infinite or NaN. A teacher's sum above 1 by rounding is divided out.
+    student's counts as that where it is less, and so does the teacher's in reverse KL: no sum makes
+    a value or a gradient infinite or NaN. A teacher's sum above 1 by rounding is divided out.
 
     With "class" the divergence's derivative by 1 - sum q is cut to 16 in bf16, 128 in fp16, 2^13 in
     fp32 and 2^42 in float64. That concerns forward KL, where the teacher gives the ids outside more
@@ -186,7 +187,7 @@ def listed_distillation(
             vocab_shard, sequence_parallel, workspace_bytes: as in `linear_distillation`; DTensors
             and torch.compile as in `linear_cross_entropy`.
     Returns:
-        As `linear_distillation`.
+        As `linear_distillation`, in fp32 (float64 for a float64 student).
     Raises:
         ValueError: an argument is not supported; the message says which. So are ids outside the
             vocabulary or twice at a token, log-probabilities that are NaN or above 0, that sum to

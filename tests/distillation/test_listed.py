@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cce_dist import TeacherLogprobs, linear_distillation, listed_distillation, teacher_topk
+from cce_dist import (
+    TeacherLogprobs,
+    VocabShard,
+    linear_distillation,
+    listed_distillation,
+    teacher_topk,
+)
 from cce_dist.core.allocations import track_allocations
+from cce_dist.distillation import columns
 from cce_dist.testing import DTYPES, Place, grid
 from tests.distillation.listed_teachers import (
     CLASSES,
@@ -135,8 +142,9 @@ def test_no_mass_outside(divergence: Any, rest: Any, width: int) -> None:
         assert bool(grad.isfinite().all()), of_teacher
 
 
-def test_a_student_without_mass_outside_is_drawn_there() -> None:
-    """The gradient by the mass outside is cut: without, 16 bits leave ten times what is right."""
+def test_a_student_without_mass_outside_is_drawn_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient by the mass outside is cut: without, rounding leaves several times what is
+    right."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(512, 64, generator=generator).bfloat16()
     hidden = torch.randn(200, 64, generator=generator).bfloat16()
@@ -149,17 +157,26 @@ def test_a_student_without_mass_outside_is_drawn_there() -> None:
     value = (p * (p.log() - log_q.gather(1, ids))).sum(1) + 0.05 * (math.log(0.05) - outside)
     assert float(outside.median().detach()) < -7
     expected = torch.autograd.grad(value.mean(), wide)
-    for gradient in ("exact", "filtered"):
+
+    def gradients(gradient: Any) -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
         given = (leaves[0], leaves[1], TeacherLogprobs(ids, p.log()))
         loss = listed_distillation(*given, gradient=gradient)
         assert isinstance(loss, Tensor)
         torch.testing.assert_close(loss.double(), value.mean(), rtol=5e-3, atol=0)
-        grads = torch.autograd.grad(loss, leaves)
-        assert max(error(x, y) for x, y in zip(grads, expected, strict=True)) < 0.1
+        return list(torch.autograd.grad(loss, leaves))
+
+    def errors(grads: list[Tensor]) -> list[float]:
+        return [error(x, y) for x, y in zip(grads, expected, strict=True)]
+
+    for gradient in ("exact", "filtered"):
+        grads = gradients(gradient)
+        assert max(errors(grads)) < 0.1
         # Up, outside of the list.
         along = (grads[0].double() * expected[0]).sum(1)
         assert bool((along > 0).all())
+    monkeypatch.setitem(columns.LARGEST_PER_MASS, torch.bfloat16, 2.0**20)
+    assert min(errors(gradients("exact"))) > 3
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -279,6 +296,14 @@ def test_teacher_topk_is_torchs(place: Place, k: int, dtype: str) -> None:
     assert bool((logprobs[..., width:] == -torch.inf).all()) and not ids[..., width:].any()
     loss = listed_distillation(student.hidden, student.weight, teacher, **place.options)
     assert isinstance(loss, Tensor) and bool(loss.isfinite())
+
+
+def test_teacher_topk_leaves_padded_rows_out() -> None:
+    student = Student.make(torch.float64)
+    padded = torch.cat([student.weight, 9 * torch.ones(6, DIM).double()])
+    shard = VocabShard(0, CLASSES + 6, CLASSES)
+    teacher = teacher_topk(student.hidden, padded, 4, vocab_shard=shard)
+    torch.testing.assert_close(teacher, teacher_topk(student.hidden, student.weight, 4))
 
 
 # -- what is refused ----------------------------------------------------------------------------
