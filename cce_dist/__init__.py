@@ -14,7 +14,13 @@ _install_old_names()
 
 _why: Exception | None = None
 try:
-    from cce_dist.distillation import DistillationOutput, linear_distillation
+    from cce_dist.distillation import (
+        DistillationOutput,
+        TeacherLogprobs,
+        linear_distillation,
+        listed_distillation,
+        teacher_topk,
+    )
     from cce_dist.frontend.listed import TokenSupport
     from cce_dist.frontend.outputs import LogitMoments, LossOutput
     from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer, quantize_weight
@@ -68,6 +74,7 @@ __all__ = [
     "QuantizedWeight",
     "Screen",
     "StepQuantizer",
+    "TeacherLogprobs",
     "TokenLogprobs",
     "TokenSupport",
     "VocabShard",
@@ -75,6 +82,8 @@ __all__ = [
     "largest_logits",
     "linear_cross_entropy",
     "linear_distillation",
+    "listed_distillation",
     "quantize_weight",
+    "teacher_topk",
     "token_logprobs",
 ]

@@ -145,7 +145,7 @@ def token_logprobs(
         entropy_of_all = "entropy" in stats and support is None
         token_temperature = _temperature_of_tokens(temperature, targets, entropy_of_all)
     else:
-        logit_scale = _divide(logit_scale, temperature)
+        logit_scale = over_temperature(logit_scale, temperature)
     if mask is not None:
         targets = _mask_targets(targets, mask)
     options = options_of(
@@ -258,7 +258,7 @@ def _check_lists(support: object, top_k: object) -> None:
         raise ValueError(f"top_k must be an int in [1, {LARGEST_K}], got {top_k!r}")
 
 
-def _divide(logit_scale: float, temperature: float) -> float:
+def over_temperature(logit_scale: float, temperature: float) -> float:
     temperature = require_finite("temperature", temperature)
     if temperature <= 0:
         raise ValueError(f"temperature must be > 0, got {temperature!r}")

@@ -126,7 +126,7 @@ def linear_distillation(
         and backward.
     Determinism: the loss is bitwise equal on all ranks and from run to run.
     """
-    objective = _objective(divergence, beta, temperature, alpha)
+    objective = objective_of(divergence, beta, temperature, alpha)
     require_choice("gradient", gradient, get_args(GradientOfBoth))
     require_stats(stats, get_args(DistillationStat))
     if "nll" in stats and alpha == 0:
@@ -134,7 +134,7 @@ def linear_distillation(
     if targets is None:
         if alpha:
             raise ValueError(f"targets must be given with alpha={alpha!r}, got None")
-        targets = _no_targets(hidden, sequence_parallel, group)
+        targets = no_targets(hidden, sequence_parallel, group)
     inputs = Inputs(hidden, weight, targets, bias, token_weight)
     _require_plain(inputs, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)
     options = options_of(
@@ -186,7 +186,7 @@ def linear_distillation(
     flat = hidden.reshape(-1, hidden.shape[-1])
     with without_autocast(hidden.device.type), unseen_by_checkpointing():
         value, nll = _divergence_and_nll(flat, weight, bias, teacher, call, objective)
-    return _output(value, nll, terms, picked, shape, (reduction, shift, stats, alpha))
+    return output_of(value, nll, terms, picked, shape, (reduction, shift, stats, alpha))
 
 
 def _divergence_and_nll(
@@ -239,7 +239,7 @@ def _require_plain(inputs: Inputs, **teacher: Tensor) -> None:
             raise ValueError(f"{name} must be a plain tensor, got a DTensor: pass to_local()")
 
 
-def _output(
+def output_of(
     value: Tensor,
     nll: Tensor | None,
     terms: TokenLoss,
@@ -264,7 +264,7 @@ def _output(
     )
 
 
-def _objective(divergence: str, beta: float, temperature: float, alpha: float) -> Objective:
+def objective_of(divergence: str, beta: float, temperature: float, alpha: float) -> Objective:
     require_choice("divergence", divergence, get_args(Divergence))
     beta, alpha = require_finite("beta", beta), require_finite("alpha", alpha, minimum=0)
     if not 0 < beta < 1:
@@ -277,7 +277,7 @@ def _objective(divergence: str, beta: float, temperature: float, alpha: float) -
     return Objective(Divergences(divergence, beta), temperature, alpha)  # pyright: ignore[reportArgumentType]
 
 
-def _no_targets(hidden: Tensor, split: bool, group: object) -> Tensor:
+def no_targets(hidden: Tensor, split: bool, group: object) -> Tensor:
     """Returns targets for tokens that all count: any class will do."""
     hidden = validation.require_tensor("hidden", hidden)
     first, *others = hidden.shape[:-1] or (1,)

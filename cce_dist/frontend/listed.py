@@ -116,7 +116,7 @@ def list_tokens(
     Raises:
         ValueError: an argument is not supported; the message says which.
     """
-    targets, temperature = _local(inputs.targets), _local(inputs.temperature)
+    targets, temperature = local_of(inputs.targets), local_of(inputs.temperature)
     entered = enter(inputs, options, group, vocab_shard)
     products, largest, vocab_size = _functions(entered)
     counts = targets != options.ignore_index
@@ -150,7 +150,7 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _local(value: Any) -> Any:
+def local_of(value: Any) -> Any:
     return value.to_local() if is_dtensor(value) else value
 
 
@@ -232,17 +232,17 @@ def is_everything(support: TokenSupport, listed: Listed) -> bool:
     return bool(even) and bool((in_order == torch.arange(width)).all())
 
 
-def check_candidates(candidates: Tensor, listed: Listed) -> Tensor:
+def check_candidates(candidates: Tensor, listed: Listed, name: str = "candidates") -> Tensor:
     """Checks candidates [..., K]; returns them as [N, K], 0 at tokens that do not count."""
-    _check_ids("candidates", candidates, listed)
+    _check_ids(name, candidates, listed)
     if candidates.dim() != len(listed.shape) + 1 or candidates.shape[:-1] != listed.shape:
         raise ValueError(
-            f"candidates must have targets' shape {list(listed.shape)} and a last dim K, got "
+            f"{name} must have targets' shape {list(listed.shape)} and a last dim K, got "
             f"{list(candidates.shape)}"
         )
     flat = candidates.reshape(listed.shape.numel(), candidates.shape[-1])
     flat = flat.where(listed.counts[:, None], 0)
-    check_range("candidates", flat, listed.vocab_size)
+    check_range(name, flat, listed.vocab_size)
     return flat
 
 

@@ -213,13 +213,17 @@ def cast_by_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not isinstance(hidden, Tensor) or not isinstance(weight, Tensor):
         return hidden, weight
-    device = hidden.device.type
-    # The meta device has no autocast, and is refused later.
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return hidden, weight
-    dtype = torch.get_autocast_dtype(device)
-    hidden, weight = (x.to(dtype) if x.dtype in _CAST else x for x in (hidden, weight))
+    hidden, weight = (x.to(operand_dtype(x)) for x in (hidden, weight))
     return hidden, weight
+
+
+def operand_dtype(tensor: Tensor) -> torch.dtype:
+    """Returns the dtype to which `cast_by_autocast` casts hidden or weight."""
+    device = tensor.device.type
+    # The meta device has no autocast, and is refused later.
+    if device == "meta" or tensor.dtype not in _CAST or not torch.is_autocast_enabled(device):
+        return tensor.dtype
+    return torch.get_autocast_dtype(device)
 
 
 def local_targets_of(picked: PickedTokens, shard: VocabShard) -> Tensor:

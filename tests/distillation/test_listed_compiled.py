@@ -1,0 +1,51 @@
+"""listed_distillation within torch.compile(fullgraph=True): the numbers of an eager call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import trace_rules
+
+from cce_dist import TeacherLogprobs, teacher_topk
+from tests.distillation.listed_teachers import DIVERGENCES, RESTS, Student, upstream_of
+from tests.frontend.compile.compile_cases import WARNING
+
+pytestmark = pytest.mark.filterwarnings(f"ignore:{WARNING}:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def poison() -> None:
+    """None in this file: the compiler knows torch.empty by its identity. What it has learnt of it
+    in other tests is forgotten too."""
+    trace_rules.clear_lru_cache()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("rest", RESTS)
+def test_compiled(divergence: str, rest: str) -> None:
+    student = Student.make(torch.float64)
+
+    def run(leaves: dict[str, Tensor], ids: Tensor, logprobs: Tensor) -> Any:
+        there = replace(student, teacher=TeacherLogprobs(ids, logprobs))
+        return there.run(leaves, divergence=divergence, rest=rest, backend="torch")
+
+    results = []
+    for each in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        leaves = student.leaves()
+        computed = each(leaves, *student.teacher)
+        total = (computed.loss * upstream_of(computed.loss)).sum()
+        results.append((computed, torch.autograd.grad(total, list(leaves.values()))))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_teacher_topk_is_refused() -> None:
+    student = Student.make(torch.float32)
+    with pytest.raises(Exception, match=r"top_k must be None within torch\.compile"):
+        torch.compile(teacher_topk, fullgraph=True, backend="eager")(
+            student.hidden, student.weight, 3
+        )
