@@ -27,6 +27,9 @@ first_turn = gluon.jit(launches.first_turn.fn)
 end_turn = gluon.jit(launches.end_turn.fn)
 exp2_of = gluon.jit(numbers.exp2_of.fn)
 
+# Of a difference that fp16 holds, log2.
+LEAST = gl.constexpr(-60000.0)
+
 
 @gluon.jit
 def load_product(
@@ -217,6 +220,8 @@ def sum_both(
     TEACHER_HAS_BIAS: gl.constexpr,
 ):
     """Sums the group's columns of every tile, of both models."""
+    # Biases may be -inf: logits of ids that a model masks.
+    HAS_MASKS: gl.constexpr = HAS_BIAS or TEACHER_HAS_BIAS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     by_token: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     down: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -266,7 +271,7 @@ def sum_both(
             x = x * factor - ref[:, None]
             if first_column + ROWS > V:
                 x = gl.where((columns < V)[None, :], x, float("-inf"))
-            waiting.store(x.to(gl.float16))
+            waiting.store((x if HAS_MASKS else gl.maximum(x, LEAST)).to(gl.float16))
             total, dropped = add_columns(
                 gl.exp2(x), total, dropped, mass_ptr, first_column, V, threshold, ROWS
             )
@@ -276,10 +281,12 @@ def sum_both(
             )  # fmt: skip
             y = y * teacher_factor - teacher_ref[:, None]
             if first_column + ROWS > V:
-                y = gl.where((columns < V)[None, :], y, float("-inf"))
+                y = gl.where((columns < V)[None, :], y, numbers.LOWEST)
             p = gl.exp2(y)
-            # 0 times -inf would be NaN.
-            of_tile = gl.where(p > 0, p * (y - waiting.load(LAYOUT).to(gl.float32)), 0.0)
+            of_tile = p * (y - waiting.load(LAYOUT).to(gl.float32))
+            if HAS_MASKS:
+                # 0 times -inf would be NaN.
+                of_tile = gl.where(p > 0, of_tile, 0.0)
             of_ratios += gl.sum(of_tile, 1)
             teacher_total, teacher_dropped = add_columns(
                 p,
