@@ -62,7 +62,7 @@ class EmptyShard(TorchBackend):
         _exchange_nothing(tokens, head, request)
         zeros = head.weight.new_zeros(len(tokens), dtype=torch.float32)
         nothing = torch.full_like(zeros, -torch.inf)
-        return TeacherStats(Stats(nothing, zeros), nothing, zeros, None, None)
+        return TeacherStats(Stats(nothing, zeros), nothing, zeros, None)
 
     def keep(
         self,

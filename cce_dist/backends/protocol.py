@@ -117,19 +117,18 @@ class TeacherStats:
     student: Stats
     teacher_lse: Tensor
     kl: Tensor  # nats: KL(teacher || student) of the softmaxes over this shard's columns alone
-    scores: Scores | None  # None: this shard has no columns
-    teacher_scores: Scores | None
+    scores: Scores | None  # of both models; None: this shard has no columns
 
 
 @dataclass(frozen=True)
 class TeacherPart:
-    """Another head's probabilities that a backward adds to d_logits: step 3 of two heads."""
+    """Another head's probabilities that a backward adds to d_logits: step 3 of two heads. The
+    request's columns are chosen by the scores of both."""
 
     tokens: Tokens  # the student's, with the teacher's hidden states
     head: Head
     lse: Tensor  # [N] merged over the ranks
     upstream: Tensor  # [N] the loss's gradient by this lse, if it were the student's
-    kept: Kept | None
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ class BackwardRequest:
     # No token's hidden gradient follows from another token. It keeps every column, in one order of
     # sums whatever the number of tokens is, and nothing is stored.
     invariant: bool = False
-    # Needs `Traits.compares_heads`, and columns chosen of both heads.
+    # Needs `Traits.compares_heads`.
     teacher: TeacherPart | None = None
 
 
@@ -236,8 +235,8 @@ class Backend(Protocol):
         self, tokens: Tokens, head: Head, teacher: tuple[Tokens, Head], request: ForwardRequest
     ) -> TeacherStats:
         """Computes `forward` of a student's and a teacher's logits, and their forward KL, in one
-        pass. Both score their columns by `request.filter`, and exchange their bounds, the student
-        first. With `Traits.compares_heads` alone."""
+        pass. The masses of both score a column by `request.filter`. Both exchange their bounds, the
+        student first. With `Traits.compares_heads` alone."""
         ...
 
     def keep(

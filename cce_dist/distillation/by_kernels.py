@@ -32,14 +32,6 @@ from cce_dist.ranks.transport import group_size
 
 
 @dataclass(frozen=True)
-class _Scored:
-    """Both models' scores; None where this shard has no columns."""
-
-    student: Scores | None
-    teacher: Scores | None
-
-
-@dataclass(frozen=True)
 class _Heads:
     """Both models' tokens and heads, with logits over the temperature."""
 
@@ -74,11 +66,11 @@ class _Heads:
             tokens=tokens,
             head=replace(head, logit_scale=head.logit_scale / T),
             teacher=(replace(tokens, hidden=of_teacher), teacher_head),
-            rule=ColumnFilter(plan.threshold, False, plan.options.filter.tail, False),
+            rule=ColumnFilter(plan.threshold, False, plan.options.filter.tail, plan.options.draws),
             room=plan.room(tokens, head),
         )
 
-    def forward(self, plan: Plan) -> tuple[FirstPass, _Scored]:
+    def forward(self, plan: Plan) -> tuple[FirstPass, Scores | None]:
         """Takes step 1 of both heads. Collectives: those of `sharded.forward` before its merge, of
         both."""
         bounds = None
@@ -88,7 +80,7 @@ class _Heads:
         out = plan.backend.forward_of_heads(self.tokens, self.head, self.teacher, request)
         lse, target_logit = out.student.lse, out.student.target_logit
         first = FirstPass(Sums(lse, out.teacher_lse, out.kl), lse, target_logit)
-        return first, _Scored(out.scores, out.teacher_scores)
+        return first, out.scores
 
 
 class DistillByKernels(torch.autograd.Function):
@@ -107,10 +99,10 @@ class DistillByKernels(torch.autograd.Function):
         plan, has_targets = call.plan, objective.alpha > 0
         require_equal_sizes(hidden, teacher, call)
         heads = _Heads.of(hidden, weight, bias, teacher, call, objective)
-        local, scored = heads.forward(plan)
+        local, scores = heads.forward(plan)
         merged = merge(local, objective.divergences, plan, has_targets=has_targets)
         ctx.call, ctx.objective, ctx.softcap_and_scale = call, objective, teacher[3:]
-        ctx.scored, tensors = take_apart(scored)
+        ctx.scores, tensors = take_apart(scores)
         vectors = (merged.sums.student, merged.sums.teacher, merged.target_logit)
         ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *vectors, *tensors)
         ctx.set_materialize_grads(False)
@@ -128,7 +120,7 @@ class DistillByKernels(torch.autograd.Function):
         teacher = Teacher(*saved[:3], *ctx.softcap_and_scale)
         lse, teacher_lse, target_logit, *tensors = saved[3:]
         call, objective, needs = ctx.call, ctx.objective, ctx.needs_input_grad
-        scored = put_together(ctx.scored, iter(tensors))
+        scores = put_together(ctx.scores, iter(tensors))
         of_divergence, of_nll = grads
         if of_divergence is None and of_nll is None:
             return (None,) * 6
@@ -136,13 +128,12 @@ class DistillByKernels(torch.autograd.Function):
         backend, plan = call.plan.backend, call.plan
         target = GradWeight.prepare(call, weight, needs[1])
         kept = part = None
-        if scored.student is not None:
+        if scores is not None:
             of_rule = heads.rule, heads.room
-            kept = backend.keep(heads.tokens, heads.head, scored.student, lse, *of_rule)
+            kept = backend.keep(heads.tokens, heads.head, scores, lse, *of_rule)
             if of_divergence is not None:
-                teacher_kept = backend.keep(*heads.teacher, scored.teacher, teacher_lse, *of_rule)
                 # d KL / da = q - p: q is the derivative of the student's lse.
-                part = TeacherPart(*heads.teacher, teacher_lse, -of_divergence, teacher_kept)
+                part = TeacherPart(*heads.teacher, teacher_lse, -of_divergence)
         request = BackwardRequest(
             stats=Stats(lse, target_logit),
             upstream=Upstream(nll=of_nll, lse=of_divergence),

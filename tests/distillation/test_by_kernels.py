@@ -176,6 +176,18 @@ def test_an_id_that_the_student_masks() -> None:
     assert (found[both.targets[..., 1:] >= 0] == torch.inf).all()
 
 
+def test_each_value_alone_has_its_gradient() -> None:
+    """A loss of nll alone, or of the divergence alone, has no part of the other."""
+    both, call = zipf(torch.float32, "cpu", 200, 2000), {**PLAIN, "stats": ("divergence", "nll")}
+    for name in call["stats"]:
+        leaves, right = both.leaves(), both.leaves()
+        ours = getattr(both.run(leaves, **call, backend="triton"), name)
+        exact = getattr(both.run(right, **call, gradient="exact"), name)
+        wanted = gradients(exact, right)
+        for key, grad in gradients(ours, leaves).items():
+            assert error(grad, wanted[key]) < 2e-2, (name, key)
+
+
 def test_the_same_bytes_in_every_run() -> None:
     both = zipf(torch.float32, "cpu", 200, 2000)
     runs = []

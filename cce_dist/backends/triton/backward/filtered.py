@@ -120,14 +120,13 @@ def _launch_filtered(
     weight, head, tiles, marks = state.weight, state.head, state.tiles, state.kept.marks
     per_token, listed, workspace = state.per_token, state.listed, memory.workspace
     block_k, use_tma, or_dummy = tiles.backward_dims, takes_tma(weight), state.or_dummy
-    kept = marks.kept if state.teacher is None else state.teacher.either.kept
     # Programs wait for each other: all of them must be there before the first one starts.
     cooperative = {} if interpreted() else {"launch_cooperative_grid": True}
     start(filtered_kernel, (programs,))(
         hidden_ptr=state.hidden, rows_ptr=per_token.read_rows, weight_ptr=weight,
         bias_ptr=or_dummy(head.bias), class_weight_ptr=or_dummy(head.class_weight),
         target_ptr=per_token.targets, count_ptr=state.count, upstream_ptr=per_token.factors,
-        grad_scale_ptr=per_token.grad_scale, seed_ptr=marks.seed, kept_ptr=kept,
+        grad_scale_ptr=per_token.grad_scale, seed_ptr=marks.seed, kept_ptr=marks.kept,
         drawn_ptr=marks.drawn, order_ptr=lists.order, starts_ptr=lists.starts,
         blocks_ptr=lists.blocks, position_ptr=lists.position, num_blocks_ptr=lists.num_blocks,
         num_active_ptr=lists.num_active, first_ptr=lists.first, num_chunks_ptr=lists.num_chunks,

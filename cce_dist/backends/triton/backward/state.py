@@ -141,7 +141,6 @@ class BackwardState:
         if request.teacher is not None:
             part = request.teacher
             teacher = TeacherState.of(tokens, head, request, part, per_token, num_blocks)
-            marks = teacher.either
         state = cls(
             num_tokens=len(tokens),
             head=head,
@@ -204,7 +203,9 @@ class BackwardState:
     def share(self) -> Tensor | None:
         if self.kept is None or self.tail_mass is None:
             return None
-        return self.kept.marks.share if self.teacher is None else self.teacher.share
+        marks = self.kept.marks
+        alone = marks.teacher_log_dropped is not None and self.teacher is None
+        return marks.share[: len(marks.share) // 2] if alone else marks.share
 
     @property
     def groups(self) -> int:

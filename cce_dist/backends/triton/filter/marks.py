@@ -46,7 +46,8 @@ class Marks:
 
     kept: Tensor  # [V_local, ceil(num_blocks / 64)] int64: bit n: block n keeps the column
     drawn: Tensor  # the same bits: the column stands in for others in block n's hidden gradient
-    share: Tensor  # [groups, V_local] mass of the column in the group's blocks that drop it
+    # [groups, V_local] mass of the column in the group's blocks that drop it; a teacher's follow
+    share: Tensor
     # [N], in the caller's order: log of the sum over columns not kept of exp(z) softcap'(z).
     log_dropped: Tensor
     # [N] int16 or int32: token i of the blocks is the caller's token order[i]; None: token i.
@@ -54,6 +55,7 @@ class Marks:
     seed: Tensor  # [1] int32, from the data: repeatable, but new in the next step
     blocks_per_group: int
     blocks_padded: int  # a power of two above num_blocks
+    teacher_log_dropped: Tensor | None = None  # `log_dropped` of a teacher's logits
 
     def room(self, workspace_bytes: int, num_blocks: int) -> int:
         """Returns the workspace's bytes that are left for chunks after the marks, vectors of tokens
@@ -63,6 +65,7 @@ class Marks:
     @property
     def num_bytes(self) -> int:
         tensors = (self.kept, self.drawn, self.share, self.log_dropped, self.order)
+        tensors += (self.teacher_log_dropped,)
         return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
     @classmethod
@@ -100,10 +103,14 @@ def marks_of(
     draws: bool,
     order: Tensor | None = None,  # [N] of `order_dtype`
     looseness: float = 1.0,
+    teacher: tuple[Tensor, MassFactors] | None = None,
 ) -> Marks:
     """Turns column masses into marks; the masses are not needed afterwards.
 
-    Args: looseness: how many times too large masses are, which would draw as many columns more.
+    Args:
+        looseness: how many times too large masses are, which would draw as many columns more.
+        teacher: the same of a teacher, whose columns are kept with these. Its shares follow those
+            of `mass` in `share`.
     """
     num_blocks, num_columns = mass.shape
     words = triton.cdiv(num_blocks, 64)
@@ -113,7 +120,9 @@ def marks_of(
     kept = torch.empty(num_columns, words, dtype=torch.int64, device=mass.device)
     # Where columns are drawn, the kernel writes every word.
     drawn = torch.empty_like(kept) if draws else torch.zeros_like(kept)
-    share = torch.empty(groups, num_columns, dtype=share_dtype, device=mass.device)
+    models = 1 if teacher is None else 2
+    share = torch.empty(models * groups, num_columns, dtype=share_dtype, device=mass.device)
+    teacher_mass, teacher_factors = teacher or (mass, factors)
     block, at_once, warps = (4096, 4, 4) if interpreted() else MARKS
     start(marks_kernel, (triton.cdiv(num_columns, block),))(
         mass,
@@ -124,6 +133,9 @@ def marks_of(
         kept,
         drawn,
         share,
+        teacher_mass,
+        teacher_factors.of_blocks,
+        share[groups:] if teacher else share,
         num_columns,
         num_blocks,
         words,
@@ -136,6 +148,7 @@ def marks_of(
         WIDTH=factors.width,
         LAUNCHES=factors.launches,
         GROUPS=factors.groups,
+        HAS_TEACHER=teacher is not None,
         num_warps=warps,
     )
     padded = blocks_padded(num_blocks)

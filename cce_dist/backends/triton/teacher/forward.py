@@ -15,13 +15,13 @@ import triton
 from torch import Tensor
 
 from cce_dist.backends.protocol import ForwardRequest, TeacherStats
-from cce_dist.backends.triton.filter.marks import Marks, marks_of
+from cce_dist.backends.triton.filter.marks import MassFactors, marks_of
 from cce_dist.backends.triton.forward.bounds import EXCHANGES, raise_lower
 from cce_dist.backends.triton.forward.hopper import Groups, num_groups
-from cce_dist.backends.triton.forward.operands import Finished, Launch
+from cce_dist.backends.triton.forward.operands import Launch
 from cce_dist.backends.triton.forward.shares import mass_factors
 from cce_dist.backends.triton.forward.state import ForwardState
-from cce_dist.backends.triton.forward.targets import add_targets, start_products
+from cce_dist.backends.triton.forward.targets import Placed, add_targets, start_products
 from cce_dist.backends.triton.kernels.teacher.divergence import divergence_kernel
 from cce_dist.backends.triton.kernels.teacher.forward import teacher_forward_kernel
 from cce_dist.backends.triton.launch.arguments import descriptor_of, for_kernels
@@ -54,9 +54,7 @@ def forward_of_heads(
     assert rule is not None and not rule.by_largest
     if len(tokens) > TOKEN_BLOCK:
         tokens, order = in_similar_order(tokens)
-    teacher_tokens = replace(
-        tokens, hidden=teacher[0].hidden, local_targets=torch.full_like(tokens.local_targets, -1)
-    )
+    teacher_tokens = replace(tokens, hidden=teacher[0].hidden)
     heads = _Heads.of(tokens, head, teacher_tokens, teacher[1])
     launches = heads.student.launches(bounds is not None)
     lowers = [state.buffers.lower for state in heads.states]
@@ -70,48 +68,51 @@ def forward_of_heads(
                 raise_lower(bounds, lower, *at)
     last = replace(launches[-1], robust=True)
     heads.launch(last, rule.threshold)
-    looseness = 1.0 if bounds is None else 2.0
-    results = []
-    for state in heads.states:
-        results.append(_merged(state, last, len(launches), order, rule.threshold, looseness))
-    (stats, marks, finished), (of_teacher, teacher_marks, teacher_finished) = results
-    kl = heads.divergence(last, finished, teacher_finished)[: len(tokens)]
+    student, of_teacher = (_merged(state, last, len(launches), order) for state in heads.states)
+    marks = marks_of(
+        student.mass,
+        student.factors,
+        heads.student.count,
+        student.log_dropped,
+        student.seed,
+        heads.student.weight.dtype,
+        threshold=rule.threshold,
+        draws=rule.draws,
+        order=student.placed.order,
+        # A rank of several knows the other ranks' sums at its launches' beginnings alone.
+        looseness=1.0 if bounds is None else 2.0,
+        teacher=(of_teacher.mass, of_teacher.factors),
+    )
+    marks = replace(marks, teacher_log_dropped=of_teacher.log_dropped)
+    kl = heads.divergence(last, student.lse, of_teacher.lse)[: len(tokens)]
     if order is not None:
         kl = torch.empty_like(kl).scatter_(0, order, kl)
-    return TeacherStats(stats, of_teacher.lse, kl, marks, teacher_marks)
+    stats = Stats(student.placed.lse, student.placed.target_logit)
+    return TeacherStats(stats, of_teacher.placed.lse, kl, marks)
 
 
-def _merged(
-    state: ForwardState,
-    last: Launch,
-    num_launches: int,
-    order: Tensor | None,
-    threshold: float,
-    looseness: float,  # as of `marks_of`
-) -> tuple[Stats, Marks, Finished]:
-    """Merges a head's splits, and turns its masses into marks."""
+@dataclass(frozen=True)
+class _Merged:
+    """One model's splits, merged."""
+
+    lse: Tensor  # [N_padded] in the order of the blocks
+    placed: Placed
+    mass: Tensor
+    factors: MassFactors
+    log_dropped: Tensor  # [N]
+    seed: Tensor
+
+
+def _merged(state: ForwardState, last: Launch, num_launches: int, order: Tensor | None) -> _Merged:
     products = start_products(state)
     try:
         finished = state.merge(last)
         factors = mass_factors(state, finished, num_launches, None)
     finally:
         of_targets = products()
-    placed = add_targets(state, finished, of_targets, order)
-    mass = state.buffers.mass
+    placed, mass = add_targets(state, finished, of_targets, order), state.buffers.mass
     assert mass is not None and placed.log_dropped is not None and placed.seed is not None
-    marks = marks_of(
-        mass,
-        factors,
-        state.count,
-        placed.log_dropped,
-        placed.seed,
-        state.weight.dtype,
-        threshold=threshold,
-        draws=False,
-        order=placed.order,
-        looseness=looseness,
-    )
-    return Stats(placed.lse, placed.target_logit), marks, finished
+    return _Merged(finished.lse, placed, mass, factors, placed.log_dropped, placed.seed)
 
 
 @dataclass(frozen=True)
@@ -237,19 +238,19 @@ class _Heads:
             num_stages=tiles.stages,
         )
 
-    def divergence(self, last: Launch, student: Finished, teacher: Finished) -> Tensor:
+    def divergence(self, last: Launch, lse: Tensor, teacher_lse: Tensor) -> Tensor:
         """Merges the splits' KL, [N_padded] in the order of the blocks."""
         states = [
             state.buffers.split_states[last.number % len(state.buffers.split_states)]
             for state in self.states
         ]
-        padded, block, out = self.student.packed.shape[0], 128, torch.empty_like(student.lse)
+        padded, block, out = self.student.packed.shape[0], 128, torch.empty_like(lse)
         start(divergence_kernel, (triton.cdiv(padded, block),))(
             self.student.count,
             self.student.shape,
             *states,
-            student.lse,
-            teacher.lse,
+            lse,
+            teacher_lse,
             out,
             padded,
             self.student.grid * TOKEN_BLOCK,

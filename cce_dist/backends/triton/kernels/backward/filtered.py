@@ -98,8 +98,6 @@ def filtered_kernel(
     stride_gv,
     scale,
     softcap,
-    own_kept_ptr,  # [V, words] int64: what the student keeps; `kept_ptr` is what either model does
-    teacher_kept_ptr,  # [V, words] int64
     teacher_hidden_ptr,  # [num_rows, TEACHER_D]
     teacher_weight_ptr,  # [V, TEACHER_D]
     teacher_bias_ptr,  # [V]
@@ -157,9 +155,8 @@ def filtered_kernel(
     num_active = tl.load(num_active_ptr)
     num_chunks = tl.load(num_chunks_ptr)
     teacher = (
-        teacher_hidden_ptr, teacher_weight_ptr, teacher_bias_ptr, teacher_kept_ptr,
-        teacher_upstream_ptr, TEACHER_D, stride_teacher_hn, stride_teacher_wv, teacher_scale,
-        teacher_softcap,
+        teacher_hidden_ptr, teacher_weight_ptr, teacher_bias_ptr, teacher_upstream_ptr, TEACHER_D,
+        stride_teacher_hn, stride_teacher_wv, teacher_scale, teacher_softcap,
     )  # fmt: skip
     num_slices = tl.cdiv(D, SLICE)
     dds_slices = num_slices if HAS_GRAD_WEIGHT else 1
@@ -237,7 +234,7 @@ def filtered_kernel(
                         task, turn == 0, seed, first, middle, hidden_ptr, rows_ptr, weight_ptr,
                         bias_ptr, target_ptr, upstream_ptr, starts_ptr, base_ptr + at,
                         segment_ptr + at, entries_ptr + other, workspace_ptr, stored_ptr, ref_ptr,
-                        bad_ref_ptr, drawn_sum_ptr, teacher, own_kept_ptr, words, num_tiles,
+                        bad_ref_ptr, drawn_sum_ptr, teacher, num_tiles,
                         num_blocks, D, stride_hn, stride_wv, scale, softcap, TOKENS, SEGMENT,
                         BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE, HAS_STORED, HAS_BIAS,
                         HAS_SOFTCAP, HAS_DRAWN, HAS_ENTROPY, HAS_TEACHER, TEACHER_EVEN_K,

@@ -132,17 +132,6 @@ def stored_entries(
 
 
 @triton.jit
-def is_kept(
-    column,  # [COLUMNS]
-    block,  # of tokens
-    kept_ptr,  # [V, words] int64: bit n: block n keeps the column
-    words,
-):
-    word = tl.load(kept_ptr + column.to(tl.int64) * words + block // 64)
-    return ((word >> (block % 64)) & 1) > 0
-
-
-@triton.jit
 def of_teacher(
     column,  # [COLUMNS]
     block,  # of tokens
@@ -150,9 +139,8 @@ def of_teacher(
     rows_ptr,
     weight_ptr,  # [V, D]
     bias_ptr,
-    kept_ptr,  # [V, words] int64
     upstream_ptr,  # [7, N]: see `exact_logits_kernel`
-    words,
+    log2_times,  # [COLUMNS] log2 of how often a column counts
     N,
     D,
     stride_hn,
@@ -170,18 +158,17 @@ def of_teacher(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Computes the teacher's part of d_logits by the student's logits, [COLUMNS, TOKENS]: 0 where
-    the block does not keep the column for the teacher. In fp16 unless `dtype` is fp32: there it
-    lies in registers beside the student's products, with more digits than bf16."""
+    """Computes the teacher's part of d_logits by the student's logits, [COLUMNS, TOKENS]. In fp16
+    unless `dtype` is fp32: it waits in registers for the student's product, and has more digits
+    than bf16."""
     y, _ = fresh_logits(
         column, block, hidden_ptr, rows_ptr, weight_ptr, bias_ptr, D, stride_hn, stride_wv, scale,
         softcap, COLUMNS, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE, HAS_BIAS, HAS_SOFTCAP,
     )  # fmt: skip
     token = block * TOKENS + tl.arange(0, TOKENS)
-    log_p = y - tl.load(upstream_ptr + 5 * N + token)[None, :]
+    log_p = y + (log2_times[:, None] - tl.load(upstream_ptr + 5 * N + token)[None, :])
     p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
-    kept = is_kept(column, block, kept_ptr, words)
-    part = tl.where(kept[:, None], p * tl.load(upstream_ptr + token)[None, :], 0.0)
+    part = p * tl.load(upstream_ptr + token)[None, :]
     return part if dtype == tl.float32 else part.to(tl.float16)
 
 
@@ -208,9 +195,7 @@ def sdd_kept_task(
     bad_ref_ptr,  # [num_blocks] int32
     drawn_sum_ptr,  # [tasks, TOKENS] fp32: sum of drawn entries' d_logits without the entropy's
     # part: out
-    teacher,  # arguments of `of_teacher`; `starts_ptr` then lists what either model keeps
-    own_kept_ptr,  # [V, words] int64: the student's
-    words,
+    teacher,  # arguments of `of_teacher`
     num_tiles,
     num_blocks,
     D,
@@ -249,10 +234,14 @@ def sdd_kept_task(
     at = row.to(tl.int64)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
     token = block * TOKENS + tl.arange(0, TOKENS)
     slope = 1.0
+    log2_times = tl.zeros((SEGMENT,), tl.float32)
+    if HAS_DRAWN:
+        # A drawn column counts 2^draw_level times.
+        log2_times = tl.where(drawn, draw_level_of(column, seed), 0).to(tl.float32)
     if HAS_TEACHER:
         of_other = of_teacher(
-            column, block, teacher[0], rows_ptr, teacher[1], teacher[2], teacher[3], teacher[4],
-            words, N, teacher[5], teacher[6], teacher[7], teacher[8], teacher[9],
+            column, block, teacher[0], rows_ptr, teacher[1], teacher[2], teacher[3], log2_times, N,
+            teacher[4], teacher[5], teacher[6], teacher[7], teacher[8],
             workspace_ptr.dtype.element_ty, SEGMENT, TOKENS, BLOCK_K, TEACHER_EVEN_K, STAGES,
             PRECISION, WIDE, TEACHER_HAS_BIAS, TEACHER_HAS_SOFTCAP,
         )  # fmt: skip
@@ -283,12 +272,10 @@ def sdd_kept_task(
     log_p = tl.where(is_target, z, of_entry) - tl.load(upstream_ptrs + 5 * N)[None, :]
     own_log_p = log_p
     if HAS_DRAWN:
-        # A drawn column counts 2^draw_level times.
-        log_p += tl.where(drawn, draw_level_of(column, seed), 0).to(tl.float32)[:, None]
+        log_p += log2_times[:, None]
     p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
     grad = p * tl.load(upstream_ptrs)[None, :]
     if HAS_TEACHER:
-        grad = tl.where(is_kept(column, block, own_kept_ptr, words)[:, None], grad, 0.0)
         grad += of_other.to(tl.float32)
     grad -= tl.where(is_target, tl.load(upstream_ptrs + N)[None, :], 0.0)
     grad = tl.where(listed[:, None], grad * slope, 0.0)

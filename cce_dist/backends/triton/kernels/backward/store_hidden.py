@@ -42,12 +42,15 @@ def store_hidden_kernel(
         group = tl.program_id(0) * BLOCK_N // tokens_per_group
         mass = tl.load(mass_ptr + token, mask=counts, other=0.0)
         if HAS_DRAWN:
+            if HAS_TEACHER:
+                # The drawn columns stand for both tails at once: one centroid, of what they lack.
+                mass += tl.load(mean_ptr + token, mask=counts, other=0.0)
             mass -= tl.load(drawn_ptr + token, mask=has_product, other=0.0) * tl.load(
                 grad_scale_ptr
             )
         centroid = tl.load(centroid_ptr + group * D + dims, mask=dims < D, other=0.0)
         value += mass[:, None] * centroid[None, :]
-    if HAS_MEAN or HAS_TEACHER:
+    if HAS_MEAN or (HAS_TEACHER and not HAS_DRAWN):
         mean = tl.load(mean_ptr + token, mask=counts, other=0.0)
         place = groups
         if HAS_TEACHER:

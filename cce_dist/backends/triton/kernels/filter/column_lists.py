@@ -28,6 +28,9 @@ def marks_kernel(
     kept_ptr,  # [V, words] int64: bit n of word w set where block 64 w + n keeps the column: out
     drawn_ptr,  # [V, words] int64: such bits of blocks where it was drawn, to stand for others: out
     share_ptr,  # [groups, V] mass of the column in each group's blocks that drop it: out
+    teacher_mass_ptr,  # [num_blocks, V] a teacher's masses, negative where `mass_ptr` is
+    teacher_factor_ptr,  # [num_blocks, LAUNCHES]
+    teacher_share_ptr,  # [groups, V]: out
     V,
     num_blocks,
     words,
@@ -40,13 +43,14 @@ def marks_kernel(
     WIDTH: tl.constexpr,  # these three as of `launch_of`
     LAUNCHES: tl.constexpr,
     GROUPS: tl.constexpr,
+    HAS_TEACHER: tl.constexpr,
 ):
     """Marks BLOCK_V columns of all token blocks, block by block. A thread has the same columns of
     every block, and waits for no other thread.
 
     A mass in (top / 2^j, top / 2^(j-1)] has draw level j. Each column draws one level, level j with
     probability 2^-j, and counts 2^j times in the hidden gradient of the blocks where its mass has
-    that level. docs/design/filter.md#drawn-columns.
+    that level. docs/design/filter.md#drawn-columns. With a teacher the sum of both masses has it.
     """
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < V
@@ -56,19 +60,33 @@ def marks_kernel(
     # A power of two: to multiply by it is as exact as to divide a bound by it.
     times = tl.exp2(draw_level - 1.0)
     splits = tl.load(shape_ptr + 1) // GROUPS
-    factor_ptrs = factor_ptr + launch_of(columns, V, splits, WIDTH, LAUNCHES)
+    launch = launch_of(columns, V, splits, WIDTH, LAUNCHES)
+    factor_ptrs = factor_ptr + launch
     mass_ptrs = mass_ptr + columns
     share_ptrs = share_ptr + columns
+    teacher_factor_ptrs = teacher_factor_ptr + launch
+    teacher_mass_ptrs = teacher_mass_ptr + columns
+    teacher_share_ptrs = teacher_share_ptr + columns
     at = columns.to(tl.int64) * words
     kept = tl.zeros((BLOCK_V,), tl.int64)
     drawn = tl.zeros((BLOCK_V,), tl.int64)
     share = tl.zeros((BLOCK_V,), tl.float32)
+    teacher_share = share
     stop = blocks_per_group
     for first in range(0, num_blocks, AT_ONCE):
         masses = ()
         for i in tl.static_range(AT_ONCE):
             mass = tl.load(mass_ptrs + i * V, mask=inside & (first + i < end), other=0.0)
             masses = masses + (mass.to(tl.float32),)  # noqa: RUF005
+        teacher_masses = masses
+        if HAS_TEACHER:
+            teacher_masses = ()
+            for i in tl.static_range(AT_ONCE):
+                mass = tl.load(
+                    teacher_mass_ptrs + i * V, mask=inside & (first + i < end), other=0.0
+                )
+                teacher_masses = teacher_masses + (mass.to(tl.float32),)  # noqa: RUF005
+            teacher_mass_ptrs += AT_ONCE * V
         mass_ptrs += AT_ONCE * V
         kept_here = tl.zeros((BLOCK_V,), tl.int32)
         drawn_here = tl.zeros((BLOCK_V,), tl.int32)
@@ -79,14 +97,25 @@ def marks_kernel(
                 # Masses of the column's level: at most `most`, but all above it at level 1.
                 num_tokens = tl.maximum(tl.minimum(count - (first + i) * TOKENS, TOKENS), 0)
                 most = top / TOKENS * num_tokens
-                draws = (mass * times > most * 0.5) & ((mass * times <= most) | (draw_level == 1))
+                drawn_by = (mass + teacher_masses[i] if HAS_TEACHER else mass) * times
+                draws = (drawn_by > most * 0.5) & ((drawn_by <= most) | (draw_level == 1))
                 drawn_here |= tl.where(draws, 1 << i, 0)
             factor = tl.load(factor_ptrs + (first + i) * LAUNCHES, mask=first + i < end, other=0.0)
             share += tl.maximum(mass, 0.0) * factor
+            if HAS_TEACHER:
+                factor = tl.load(
+                    teacher_factor_ptrs + (first + i) * LAUNCHES, mask=first + i < end, other=0.0
+                )
+                teacher_share += tl.maximum(teacher_masses[i], 0.0) * factor
             if first + i + 1 == stop:
                 tl.store(share_ptrs, share.to(share_ptr.dtype.element_ty), mask=inside)
                 share = tl.zeros((BLOCK_V,), tl.float32)
                 share_ptrs += V
+                if HAS_TEACHER:
+                    value = teacher_share.to(share_ptr.dtype.element_ty)
+                    tl.store(teacher_share_ptrs, value, mask=inside)
+                    teacher_share = tl.zeros((BLOCK_V,), tl.float32)
+                    teacher_share_ptrs += V
                 stop = tl.minimum(stop + blocks_per_group, num_blocks)
         kept |= kept_here.to(tl.int64) << (first % 64)
         drawn |= drawn_here.to(tl.int64) << (first % 64)

@@ -58,21 +58,9 @@ def logits_of(
 
 
 @triton.jit
-def add_dropped(
-    p,  # [BLOCK_V, BLOCK_N] exp2(z - ref) times the student's softcap'
-    dropped,
-    mass_ptrs,  # [BLOCK_V]
-    inside,
-    threshold,
-    BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Stores the columns' masses, negative where kept; adds the others to dropped."""
-    mass = tl.sum(p, 1)
-    keeps = mass >= threshold
-    mark = tl.where(keeps, -tl.maximum(mass, 1e-30), mass)
-    tl.store(mass_ptrs, mark, mask=inside)
-    return dropped + partial_sums(p * tl.where(keeps, 0.0, 1.0)[:, None], BLOCK_V, BLOCK_N)
+def store_mass(mass, keeps, mass_ptrs, inside):
+    """Stores a model's masses of columns, negative where they are kept."""
+    tl.store(mass_ptrs, tl.where(keeps, -tl.maximum(mass, 1e-30), mass), mask=inside)
 
 
 @triton.jit
@@ -140,9 +128,10 @@ def teacher_forward_kernel(
 ):
     """Sums a block of tokens over every `splits`-th vocabulary tile, for both models.
 
-    Programs, tiles, launches and references are `forward_kernel`'s, for each model by itself. A
-    dropped column counts softcap'(z) of the student's logit z for both: the gradient by E . C has
-    this factor. docs/design/distillation.md.
+    Programs, tiles, launches and references are `forward_kernel`'s, for each model by itself. The
+    mass of both models together decides whether a column is kept. A dropped column counts
+    softcap'(z) of the student's logit z for both: the gradient by E . C has this factor.
+    docs/design/distillation.md.
     """
     num_blocks = tl.load(shape_ptr)
     splits = tl.load(shape_ptr + 1)
@@ -232,13 +221,16 @@ def teacher_forward_kernel(
             total += partial_sums(q, BLOCK_V, BLOCK_N)
             teacher_total += partial_sums(p, BLOCK_V, BLOCK_N)
             add_to(teacher_ptrs + 3 * size, tl.sum(tl.where(p > 0, p * (y - x), 0.0), 0))
-            dropped = add_dropped(
-                q * slope, dropped, mass_ptr + columns, columns < V, threshold, BLOCK_V, BLOCK_N
-            )
-            teacher_dropped = add_dropped(
-                p * slope, teacher_dropped, teacher_mass_ptr + columns, columns < V, threshold,
-                BLOCK_V, BLOCK_N,
-            )  # fmt: skip
+            q *= slope
+            p *= slope
+            mass = tl.sum(q, 1)
+            teacher_mass = tl.sum(p, 1)
+            keeps = mass + teacher_mass >= threshold
+            store_mass(mass, keeps, mass_ptr + columns, columns < V)
+            store_mass(teacher_mass, keeps, teacher_mass_ptr + columns, columns < V)
+            drops = tl.where(keeps, 0.0, 1.0)[:, None]
+            dropped += partial_sums(q * drops, BLOCK_V, BLOCK_N)
+            teacher_dropped += partial_sums(p * drops, BLOCK_V, BLOCK_N)
         whole = whole_sum(total) + tl.load(state_ptrs + size)
         teacher_whole = whole_sum(teacher_total) + tl.load(teacher_ptrs + size)
         ref = tl.load(state_ptrs) + tl.maximum(tl.log2(whole), 0.0)

@@ -2,8 +2,8 @@
 
 Each group has half of the program's columns, as a separate split of the vocabulary: first the
 student's product, then the teacher's in the same registers. The student's logits wait in fp16,
-relative to a reference about lse: where a model has mass, they are off by 2^-12 of themselves. Only
-the KL reads them. The results are those of `teacher_forward_kernel`, which runs everywhere else.
+relative to a reference about lse: where a model has mass, they are off by 2^-12 of themselves. The
+KL and the dropped mass read them. The results are those of `teacher_forward_kernel`, which runs everywhere else.
 """
 
 from triton.experimental import gluon
@@ -18,6 +18,7 @@ from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper_state import start_state
 from cce_dist.backends.triton.kernels.forward.hopper_stats import GROUPS
+from cce_dist.backends.triton.kernels.forward.hopper_sums import join_tokens, split_tokens
 from cce_dist.backends.triton.kernels.gluon_names import async_load, thread_barrier
 
 slot_of = gluon.jit(launches.slot_of.fn)
@@ -29,6 +30,8 @@ exp2_of = gluon.jit(numbers.exp2_of.fn)
 
 # Of a difference that fp16 holds, log2.
 LEAST = gl.constexpr(-60000.0)
+# Parts of a tile's columns.
+PARTS = gl.constexpr(4)
 
 
 @gluon.jit
@@ -142,26 +145,10 @@ def product_of(
 
 
 @gluon.jit
-def add_columns(
-    p,  # [BLOCK_N, ROWS] exp2(z - ref)
-    total,  # [BLOCK_N]
-    dropped,  # [BLOCK_N]
-    mass_ptr,  # [V] of the block
-    first_column,
-    V,
-    threshold,
-    ROWS: gl.constexpr,
-):
-    """Stores the columns' masses, negative where kept; adds to both sums."""
-    # A column a thread: a thread has a quarter of the tile's columns in p, too many for pointers.
-    by_column: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    columns = first_column + gl.arange(0, ROWS, by_column)
-    mass = gl.convert_layout(gl.sum(p, 0), by_column)
-    keeps = mass >= threshold
+def store_mass(mass, keeps, mass_ptrs, inside):
+    """Stores a model's masses of columns, negative where they are kept."""
     mark = gl.where(keeps, -gl.maximum(mass, 1e-30), mass)
-    gl.store(mass_ptr + columns, mark.to(mass_ptr.dtype.element_ty), mask=columns < V)
-    drops = gl.convert_layout(gl.where(keeps, 0.0, 1.0), gl.SliceLayout(0, p.type.layout))
-    return total + gl.sum(p, 1), dropped + gl.sum(p * drops[None, :], 1)
+    gl.store(mass_ptrs, mark.to(mass_ptrs.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
@@ -192,6 +179,7 @@ def sum_both(
     mass_ptr,
     teacher_mass_ptr,
     waiting,  # [BLOCK_N, ROWS] fp16 in shared memory
+    drops,  # [ROWS] in shared memory: 1 of a column that is not kept, else 0
     e_tiles,
     c_tiles,
     full,
@@ -225,6 +213,10 @@ def sum_both(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     by_token: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     down: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    # A column a thread: of p a thread has a quarter of the tile's columns, too many for pointers.
+    by_column: gl.constexpr = by_token
+    COLUMNS: gl.constexpr = ROWS // PARTS
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
     token = block * BLOCK_N + gl.arange(0, BLOCK_N, by_token)
     stride = num_blocks * BLOCK_N
@@ -242,13 +234,13 @@ def sum_both(
         GROUPS * splits, stride, size, token < count, launch, num_turns, True, True, False, False,
     )  # fmt: skip
     # The log ratios are relative to both references; `start_state` knows the teacher's alone.
-    ratios = gl.load(teacher_ptrs + 3 * size)
+    so_far = gl.load(teacher_ptrs + 3 * size)
     if (launch >= launches.FIRST) & (launch < launches.ALONE):
         goes_on = (launch > launches.FIRST) & (token < count)
         gain = first_ref - gl.load(state_ptr + before + state_offset, mask=goes_on, other=0.0)
         whole = gl.load(teacher_ptrs + size)
-        ratios += gl.where(goes_on & (whole > 0), gain * whole, 0.0)
-    gl.store(teacher_ptrs + 3 * size, ratios)
+        so_far += gl.where(goes_on & (whole > 0), gain * whole, 0.0)
+    gl.store(teacher_ptrs + 3 * size, so_far)
     ref = gl.convert_layout(first_ref, down)
     teacher_ref = gl.convert_layout(first_teacher_ref, down)
     nothing = ref * 0.0
@@ -272,9 +264,9 @@ def sum_both(
             if first_column + ROWS > V:
                 x = gl.where((columns < V)[None, :], x, float("-inf"))
             waiting.store((x if HAS_MASKS else gl.maximum(x, LEAST)).to(gl.float16))
-            total, dropped = add_columns(
-                gl.exp2(x), total, dropped, mass_ptr, first_column, V, threshold, ROWS
-            )
+            q = gl.exp2(x)
+            total += gl.sum(q, 1)
+            mass = gl.convert_layout(gl.sum(q, 0), by_column)
             y, step = product_of(
                 e_tiles, c_tiles, full, empty, teacher_bias_ptr, group, columns, step, V, D_TEACHER,
                 BLOCK_N, ROWS, BLOCK_D, STAGES, TEACHER_HAS_BIAS, LAYOUT,
@@ -282,29 +274,42 @@ def sum_both(
             y = y * teacher_factor - teacher_ref[:, None]
             if first_column + ROWS > V:
                 y = gl.where((columns < V)[None, :], y, numbers.LOWEST)
-            p = gl.exp2(y)
-            of_tile = p * (y - waiting.load(LAYOUT).to(gl.float32))
-            if HAS_MASKS:
-                # 0 times -inf would be NaN.
-                of_tile = gl.where(p > 0, of_tile, 0.0)
-            of_ratios += gl.sum(of_tile, 1)
-            teacher_total, teacher_dropped = add_columns(
-                p,
-                teacher_total,
-                teacher_dropped,
-                teacher_mass_ptr,
-                first_column,
-                V,
-                threshold,
-                ROWS,
-            )
+            # A thread has registers for some columns of both models at a time.
+            parts = split_tokens(y, BLOCK_N, ROWS, PARTS)
+            exponentials = ()
+            for i in gl.static_range(PARTS):
+                y_part = gl.convert_layout(parts[i], PART, assert_trivial=True)
+                x_part = waiting.slice(i * COLUMNS, COLUMNS, 1).load(PART).to(gl.float32)
+                p_part = gl.exp2(y_part)
+                ratios = p_part * (y_part - x_part)
+                if HAS_MASKS:
+                    # 0 times -inf would be NaN.
+                    ratios = gl.where(p_part > 0, ratios, 0.0)
+                of_ratios += gl.convert_layout(gl.sum(ratios, 1), down, assert_trivial=True)
+                exponentials = exponentials + (p_part,)  # noqa: RUF005
+            p = join_tokens(exponentials, 0, BLOCK_N, ROWS, PARTS)
+            p = gl.convert_layout(p, LAYOUT, assert_trivial=True)
+            teacher_total += gl.sum(p, 1)
+            teacher_mass = gl.convert_layout(gl.sum(p, 0), by_column)
+            keeps = mass + teacher_mass >= threshold
+            at = first_column + gl.arange(0, ROWS, by_column)
+            store_mass(mass, keeps, mass_ptr + at, at < V)
+            store_mass(teacher_mass, keeps, teacher_mass_ptr + at, at < V)
+            drops.store(gl.where(keeps, 0.0, 1.0))
+            for i in gl.static_range(PARTS):
+                drops_part = drops.slice(i * COLUMNS, COLUMNS).load(gl.SliceLayout(0, PART))
+                x_part = waiting.slice(i * COLUMNS, COLUMNS, 1).load(PART).to(gl.float32)
+                q_part = gl.exp2(x_part) * drops_part[None, :]
+                p_part = exponentials[i] * drops_part[None, :]
+                dropped += gl.convert_layout(gl.sum(q_part, 1), down, assert_trivial=True)
+                teacher_dropped += gl.convert_layout(gl.sum(p_part, 1), down, assert_trivial=True)
         next_ref, gain, _ = end_model(state_ptrs, size, total, dropped)
         next_teacher_ref, teacher_gain, whole = end_model(
             teacher_ptrs, size, teacher_total, teacher_dropped
         )
-        ratios = gl.load(teacher_ptrs + 3 * size) + gl.convert_layout(of_ratios, by_token)
-        ratios -= gl.where(whole > 0, (teacher_gain - gain) * whole, 0.0)
-        gl.store(teacher_ptrs + 3 * size, ratios * exp2_of(-teacher_gain))
+        so_far = gl.load(teacher_ptrs + 3 * size) + gl.convert_layout(of_ratios, by_token)
+        so_far -= gl.where(whole > 0, (teacher_gain - gain) * whole, 0.0)
+        gl.store(teacher_ptrs + 3 * size, so_far * exp2_of(-teacher_gain))
         ref = gl.convert_layout(next_ref, down)
         teacher_ref = gl.convert_layout(next_teacher_ref, down)
 
@@ -361,6 +366,8 @@ def hopper_teacher_kernel(
     )
     by_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROWS], gl.float16)
     waiting = gl.allocate_shared_memory(gl.float16, [GROUPS, BLOCK_N, ROWS], by_tile)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    drops = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], plain)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -372,8 +379,8 @@ def hopper_teacher_kernel(
                 sum_both,
                 (
                     0, bias_ptr, teacher_bias_ptr, lower_ptr, teacher_lower_ptr, state_ptr,
-                    teacher_ptr, mass_ptr, teacher_mass_ptr, waiting.index(0), e_tiles, c_tiles,
-                    full, empty, block, split, splits, num_turns, start_turn, stop_turn, launch,
+                    teacher_ptr, mass_ptr, teacher_mass_ptr, waiting.index(0), drops.index(0),
+                    e_tiles, c_tiles, full, empty, block, split, splits, num_turns, start_turn, stop_turn, launch,
                     num_blocks, count, size, V, D, D_TEACHER, scale, teacher_scale, threshold,
                     BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, TEACHER_HAS_BIAS,
                 ),
@@ -382,8 +389,8 @@ def hopper_teacher_kernel(
                 sum_both,
                 (
                     1, bias_ptr, teacher_bias_ptr, lower_ptr, teacher_lower_ptr, state_ptr,
-                    teacher_ptr, mass_ptr, teacher_mass_ptr, waiting.index(1), e_tiles, c_tiles,
-                    full, empty, block, split, splits, num_turns, start_turn, stop_turn, launch,
+                    teacher_ptr, mass_ptr, teacher_mass_ptr, waiting.index(1), drops.index(1),
+                    e_tiles, c_tiles, full, empty, block, split, splits, num_turns, start_turn, stop_turn, launch,
                     num_blocks, count, size, V, D, D_TEACHER, scale, teacher_scale, threshold,
                     BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, TEACHER_HAS_BIAS,
                 ),
