@@ -12,7 +12,7 @@ from torch import Tensor
 from cce_dist.algorithm.autograd import TwoPass
 from cce_dist.algorithm.call import Call
 from cce_dist.algorithm.once import without_autocast
-from cce_dist.algorithm.plan import plan_of
+from cce_dist.algorithm.plan import Plan, plan_of
 from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
 from cce_dist.distillation.by_kernels import DistillByKernels
 from cce_dist.distillation.divergences import Divergence, Divergences
@@ -171,10 +171,17 @@ def linear_distillation(
     picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
     validation.check_target_range(picked.targets, shard.vocab_size, ignore_index, picked.in_range)
     terms = TokenLoss.of(picked, options, token_weight, None, hidden)
-    call = Call(
+    call, flat = _call_of(plan, picked, hidden), hidden.reshape(-1, hidden.shape[-1])
+    with without_autocast(hidden.device.type), unseen_by_checkpointing():
+        value, nll = _divergence_and_nll(flat, weight, bias, teacher, call, objective)
+    return output_of(value, nll, terms, picked, shape, (reduction, shift, stats, alpha))
+
+
+def _call_of(plan: Plan, picked: PickedTokens, hidden: Tensor) -> Call:
+    return Call(
         plan=plan,
         rows=picked.rows,
-        local_targets=local_targets_of(picked, shard),
+        local_targets=local_targets_of(picked, plan.shard),
         count=picked.count,
         device_type=hidden.device.type,
         class_weight=None,
@@ -183,10 +190,6 @@ def linear_distillation(
         tail_mass=False,
         record=True,
     )
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    with without_autocast(hidden.device.type), unseen_by_checkpointing():
-        value, nll = _divergence_and_nll(flat, weight, bias, teacher, call, objective)
-    return output_of(value, nll, terms, picked, shape, (reduction, shift, stats, alpha))
 
 
 def _divergence_and_nll(

@@ -39,7 +39,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "two temperatures": {},
     "one pass": {"temperature": 1.0},
     "no cross-entropy": {"alpha": 0.0, "stats": ("divergence",)},
-    "plain": {"alpha": 0.0, "stats": (), "softcap": None, "teacher_softcap": 5.0},
+    "teacher's softcap": {"alpha": 0.0, "stats": (), "softcap": None, "teacher_softcap": 5.0},
+    # Hopper's kernel, if there is one.
+    "plain": {"alpha": 0.0, "stats": (), "softcap": None},
 }
 
 
@@ -54,13 +56,35 @@ def test_values_and_gradients_are_those_of_dense_logits(
     found = both.run(leaves, **run)
     loss = found if isinstance(found, Tensor) else found.loss
     expected = both.dense(wide, "forward_kl", options)
-    assert error(loss, expected.loss) < VALUES[dtype]
+    rounds = call == "plain" and place.compiles and dtype != "fp32"
+    # Of the student's logits Hopper's kernel rounds what the KL reads to fp16.
+    assert error(loss, expected.loss) < (1e-4 if rounds else VALUES[dtype])
     if not isinstance(found, Tensor):
         assert error(found.divergence, expected.divergence) < VALUES[dtype]  # pyright: ignore
         assert found.nll is None or error(found.nll, expected.nll) < VALUES[dtype]  # pyright: ignore
     ours, right = gradients(loss, leaves), gradients(expected.loss, wide)
     for name, grad in ours.items():
         assert error(grad, right[name]) < GRADIENTS[dtype], name
+
+
+@pytest.mark.parametrize("count", [TOKENS[0] * TOKENS[1], 9])
+@pytest.mark.parametrize(("place", "dtype"), BY_PLACE)
+def test_without_biases(place: Place, dtype: str, count: int) -> None:
+    both = Both.make(DTYPES[dtype], place.device)
+    leaves = both.leaves()
+    hidden, weight = leaves["hidden"].flatten(0, 1)[:count], leaves["weight"]
+    of_teacher = both.teacher_hidden.flatten(0, 1)[:count], both.teacher_weight
+    given = {"reduction": "none", "filter": EVERY, **place.options}
+    loss = linear_distillation(hidden, weight, *of_teacher, **given)
+    z = (hidden.double() @ weight.double().T).log_softmax(-1)
+    y = (of_teacher[0].double() @ of_teacher[1][:CLASSES].double().T).log_softmax(-1)
+    right = (y.exp() * (y - z)).sum(-1)
+    limit = 1e-4 if place.compiles and dtype != "fp32" else VALUES[dtype]
+    assert error(loss, right) < limit  # pyright: ignore[reportArgumentType]
+    some = {name: leaves[name] for name in ("hidden", "weight")}
+    wanted = gradients(right, some)
+    for name, grad in gradients(loss, some).items():  # pyright: ignore[reportArgumentType]
+        assert error(grad, wanted[name].double()) < GRADIENTS[dtype], name
 
 
 def zipf(dtype: torch.dtype, device: str, tokens: int = 512, classes: int = 6000) -> Both:

@@ -69,6 +69,18 @@ _TESTS: dict[str, tuple[str, ...]] = {
     "::test_hopper_statistics_agree_with_the_portable_ones": (
         *("[(256, 5000, 64)-plain]", "[(256, 5000, 64)-softcap]"),
     ),
+    # Distillation: both forwards of two heads, ranks.
+    "distillation/test_by_kernels.py::test_values_and_gradients_are_those_of_dense_logits": (
+        *("triton_cuda-bf16-plain]", "triton_cuda-bf16-no cross-entropy]", "triton_cuda-fp32-one"),
+    ),
+    "distillation/test_by_kernels.py::test_without_biases": ("triton_cuda-bf16-140]",),
+    "distillation/test_by_kernels.py::test_filtered_is_no_worse_than_dense_16_bit": (
+        "triton_cuda",
+    ),
+    "distillation/test_by_kernels.py::test_filtered_over_two_gpus": ("[True]",),
+    "distillation/test_listed.py::test_values_and_gradients_are_those_of_dense_logits": (
+        "triton_cuda-forward_kl-class-1-",
+    ),
     # Other entry points, and callers that look at what is launched.
     "frontend/test_logprobs.py::test_token_logprobs_are_those_of_dense_logits": ("triton_cuda",),
     "frontend/test_logprobs.py::test_token_logprobs_policy_gradient": ("triton_cuda",),
@@ -135,6 +147,12 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
     "backends/triton/kernels/test_hopper.py::TestOnHopper"
     "::test_hopper_forward_agrees_with_the_portable_one": (
         *("hopper_forward_kernel", "hopper_logits_kernel"),
+    ),
+    "distillation/test_by_kernels.py::test_filtered_is_no_worse_than_dense_16_bit": (
+        *("hopper_teacher_kernel", "divergence_kernel"),
+    ),
+    "distillation/test_by_kernels.py::test_values_and_gradients_are_those_of_dense_logits": (
+        "teacher_forward_kernel",
     ),
     "frontend/test_largest.py::test_the_first_largest_logit": ("merge_extras_kernel",),
     "frontend/test_support.py::test_they_are_those_of_dense_logits": (

@@ -15,6 +15,7 @@ from cce_dist.backends.protocol import (
     PairsRequest,
     Room,
     Scores,
+    TeacherStats,
     Traits,
 )
 from cce_dist.backends.torch import forward as torch_forward
@@ -56,6 +57,11 @@ class TorchBackend:
         if request.screen is not None:
             return screened_statistics(_ready(tokens), head, request)
         return torch_forward.statistics(_ready(tokens), head, request)
+
+    def forward_of_heads(
+        self, tokens: Tokens, head: Head, teacher: tuple[Tokens, Head], request: ForwardRequest
+    ) -> TeacherStats:
+        raise NotImplementedError("cce_dist/distillation/sweep.py computes it in eager torch")
 
     def keep(
         self,

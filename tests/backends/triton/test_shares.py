@@ -119,7 +119,7 @@ def test_shares_of_a_launch_add_up_to_what_it_drops(
 def test_a_refused_screen_is_the_full_forward(
     place: Place, monkeypatch: pytest.MonkeyPatch, factors: list[MassFactors]
 ) -> None:
-    def cached_blocks(weight: Tensor, element_size: int) -> int:
+    def cached_blocks(weight: Tensor, element_size: int, beside: int) -> int:
         return 4 if element_size == 1 else 1
 
     monkeypatch.setattr(forward_state, "cached_blocks", cached_blocks)

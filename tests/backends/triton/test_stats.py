@@ -192,7 +192,7 @@ def test_triton_splits_follow_the_tokens_that_count(
     # three blocks or of as many at a time as the cache holds.
     monkeypatch.setattr("cce_dist.backends.triton.forward.state.num_programs", lambda tensor: 7)
     monkeypatch.setattr(
-        "cce_dist.backends.triton.forward.state.cached_blocks", lambda tensor, size: cached
+        "cce_dist.backends.triton.forward.state.cached_blocks", lambda tensor, size, beside: cached
     )
     monkeypatch.setattr(
         "cce_dist.backends.triton.backward.exact.cached_blocks", lambda tensor, size: cached

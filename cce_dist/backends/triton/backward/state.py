@@ -21,7 +21,7 @@ from cce_dist.backends.triton.backward.teacher import TeacherState
 from cce_dist.backends.triton.backward.upstream import TokenUpstream
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import TILE, ListedLogits, Lists
-from cce_dist.backends.triton.filter.marks import KeptColumns
+from cce_dist.backends.triton.filter.marks import KeptColumns, Marks
 from cce_dist.backends.triton.filter.tail import centroids, padded_groups
 from cce_dist.backends.triton.kernels.backward.store_hidden import store_hidden_kernel
 from cce_dist.backends.triton.kernels.filter.tail import (
@@ -165,23 +165,28 @@ class BackwardState:
             teacher=teacher,
         )
         draws = kept is not None and kept.draws and request.hidden is not None
-        steps = [step for step in (tokens.fill, state._tail_sums(draws)) if step is not None]
+        state._list_and_sum(tokens, marks, draws=draws)
+        return state
+
+    def _list_and_sum(self, tokens: Tokens, marks: Marks | None, *, draws: bool) -> None:
+        """Makes the lists of kept columns, and the tail's sums beside them."""
+        steps = [step for step in (tokens.fill, self._tail_sums(draws)) if step is not None]
 
         def fill_and_sum() -> None:
             for step in steps:
                 step()
 
         # The lists of kept columns don't depend on this, and both are small kernels.
-        wait = start_on_side_stream(weight.device, fill_and_sum) if steps else None
+        wait = start_on_side_stream(self.weight.device, fill_and_sum) if steps else None
         try:
-            if listed is not None:
-                state.lists = listed.lists
+            if self.listed is not None:
+                self.lists = self.listed.lists
             elif marks is not None:
-                state.lists = Lists.of(marks, weight, num_blocks, room, draws=draws)
+                of_call = self.num_blocks, self.room
+                self.lists = Lists.of(marks, self.weight, *of_call, draws=draws)
         finally:
             if wait is not None:
                 wait()
-        return state
 
     @property
     def tail_mass(self) -> Tensor | None:

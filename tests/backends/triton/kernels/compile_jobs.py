@@ -38,6 +38,7 @@ from cce_dist.backends.protocol import (
     PairsGrads,
     PairsRequest,
     Room,
+    TeacherPart,
     WeightGrad,
 )
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
@@ -48,6 +49,7 @@ from cce_dist.backends.triton.grads import backward, scale
 from cce_dist.backends.triton.launch import start as launch_start
 from cce_dist.backends.triton.pairs import PART, pair_gradients, pair_logits
 from cce_dist.backends.triton.stats import forward, statistics_of_segments
+from cce_dist.backends.triton.teacher.forward import forward_of_heads
 from cce_dist.backends.triton.tokens.merge import merge_lse_and_target, pack_lse_and_target
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.backends.triton.warm_up import NoSum
@@ -368,7 +370,38 @@ def compile_segments() -> None:
         statistics_of_segments(tokens, head_of(Call()), request)
 
 
+def compile_heads() -> None:
+    """A student and a teacher of another width; then in fp32, with all that logits may have."""
+    for dtype, everything in ((torch.bfloat16, False), (torch.float32, True)):
+        call = Call(dtype, everything=everything, softcap=30.0 if everything else None)
+        _garbage[:] = [call]
+        target = torch.zeros(TOKENS, dtype=torch.int32)
+        head, teacher_head = head_of(call), head_of(replace(call, dim=200))
+        heads = replace(head, class_weight=None), replace(teacher_head, class_weight=None)
+        tokens, of_teacher = (
+            Tokens(torch.zeros(TOKENS, each.weight.shape[1], dtype=dtype), None, target)
+            for each in heads
+        )
+        rule, room = ColumnFilter(1.0, by_largest=False, tail=True, draws=True), Room(2**26)
+        request = ForwardRequest(Wanted(), rule, None, None, None, room)
+        out = forward_of_heads(tokens, heads[0], (of_teacher, heads[1]), request)
+        lse = out.student.lse
+        later = BackwardRequest(
+            stats=out.student,
+            upstream=Upstream(lse, lse),
+            kept=keep(tokens, heads[0], out.scores, lse, rule, room),
+            hidden=NoSum(is_local=True, part_dtype=dtype),
+            weight=WeightGrad(torch.zeros_like(head.weight), accumulate=False),
+            bias=everything,
+            store=None,
+            room=room,
+            teacher=TeacherPart(of_teacher, heads[1], lse, lse),
+        )
+        backward(tokens, heads[0], later)
+
+
 OTHERS = {
+    "heads": compile_heads,
     "largest": compile_largest,
     "small": compile_small,
     "pairs": compile_pairs,

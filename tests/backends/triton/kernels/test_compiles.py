@@ -35,15 +35,18 @@ TENSOR = 512
 # By compute capability. Triton goes through the same passes for B200 and RTX 50, and for A10 and
 # A6000, L4 and L40S, A100: what GPUs of a generation have in common is compiled for the first.
 JOBS = (
-    *("100:bf16,everything,exact,e4m3,small,pairs,segments", "120:bf16,exact,fp32-exact"),
-    *("86:bf16,everything,int8", "89:e4m3", "80:everything,temperature-exact"),
-    "90:bf16,chunk,temperature,temperature-softcap",
+    *("100:bf16,everything,exact,e4m3,small,pairs,segments,heads", "120:bf16,exact,fp32-exact"),
+    *("86:bf16,everything,int8,heads", "89:e4m3", "80:everything,temperature-exact"),
+    "90:bf16,chunk,temperature,temperature-softcap,heads",
 )
 # In a process each.
 CAPABILITIES = ((100,), (90, 120), (86, 89, 80))
 # Where the calls reach every kernel, but for Hopper's own.
 WHOLE = 100
-HOPPER = {"hopper.hopper_forward_kernel", "hopper_logits.hopper_logits_kernel"}
+HOPPER = {
+    *("hopper.hopper_forward_kernel", "hopper.hopper_teacher_kernel"),
+    "hopper_logits.hopper_logits_kernel",
+}
 
 
 @pytest.fixture

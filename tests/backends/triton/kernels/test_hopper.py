@@ -28,11 +28,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from cce_dist.backends.triton.kernels.forward.hopper import hopper_forward_kernel
 from cce_dist.backends.triton.kernels.forward.hopper_logits import hopper_logits_kernel
+from cce_dist.backends.triton.kernels.teacher.hopper import hopper_teacher_kernel
 
 TYPES = {
     "bias": "bf16", "column": "fp32", "token": "fp32", "count": "i32", "shape": "i32",
     "lower": "fp32", "state": "fp32", "mass": "bf16", "extras": "fp32", "key": "i64",
-    "logit": "fp16", "kept_ref": "fp32",
+    "logit": "fp16", "kept_ref": "fp32", "teacher": "fp32", "teacher_lower": "fp32",
+    "teacher_bias": "bf16", "teacher_mass": "bf16",
 }
 STATISTICS = ("SURPLUS", "SQUARES", "ARGMAX", "MOMENTS")
 # Each flag once and once not; test_compiles.py compiles the plain one.
@@ -42,6 +44,8 @@ KINDS = {
     "i8": (gl.int8, True, False),
     "i8 with a large softcap": (gl.int8, True, True),
     "bf16 whose logits are kept": (gl.bfloat16, False, True),
+    "bf16 of two heads": (gl.bfloat16, True, False),
+    "bf16 of two heads with biases": (gl.bfloat16, True, True),
 }
 for kind, (dtype, score, softcap) in KINDS.items():
     if kind.split()[0] != sys.argv[1]:
@@ -57,17 +61,21 @@ for kind, (dtype, score, softcap) in KINDS.items():
         **{f"HAS_{sums}": "statistics" in kind for sums in STATISTICS},
     }
     kernel = hopper_logits_kernel if "kept" in kind else hopper_forward_kernel
+    if "heads" in kind:
+        kernel = hopper_teacher_kernel
+        constants |= {"STAGES": 3, "TEACHER_HAS_BIAS": softcap}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
             signature[name] = "constexpr"
-        elif name in ("hidden", "weight"):
+        elif name.removeprefix("teacher_") in ("hidden", "weight"):
             signature[name] = tile
         elif name.endswith("_ptr"):
             signature[name] = "*" + TYPES[name.removesuffix("_ptr")]
         else:
-            signature[name] = "fp32" if name in ("scale", "softcap", "keep") else "i32"
+            numbers = ("scale", "teacher_scale", "softcap", "keep")
+            signature[name] = "fp32" if name in numbers else "i32"
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, signature, places)
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})

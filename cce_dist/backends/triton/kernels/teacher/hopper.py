@@ -3,23 +3,20 @@
 Each group has half of the program's columns, as a separate split of the vocabulary: first the
 student's product, then the teacher's in the same registers. The student's logits wait in fp16,
 relative to a reference about lse: where a model has mass, they are off by 2^-12 of themselves. The
-KL and the dropped mass read them. The results are those of `teacher_forward_kernel`, which runs everywhere else.
+KL and the dropped mass read them. The results are those of `teacher_forward_kernel`, which runs
+everywhere else.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper_state import start_state
 from cce_dist.backends.triton.kernels.forward.hopper_stats import GROUPS
 from cce_dist.backends.triton.kernels.forward.hopper_sums import join_tokens, split_tokens
-from cce_dist.backends.triton.kernels.gluon_names import async_load, thread_barrier
+from cce_dist.backends.triton.kernels.teacher.hopper_products import load_both, product_of
 
 slot_of = gluon.jit(launches.slot_of.fn)
 turns_before = gluon.jit(launches.turns_before.fn)
@@ -32,116 +29,6 @@ exp2_of = gluon.jit(numbers.exp2_of.fn)
 LEAST = gl.constexpr(-60000.0)
 # Parts of a tile's columns.
 PARTS = gl.constexpr(4)
-
-
-@gluon.jit
-def load_product(
-    hidden,
-    weight,
-    e_tiles,
-    c_tiles,
-    full,
-    empty,
-    row,
-    column,
-    step,
-    D,
-    BLOCK_N: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Loads the operands of a tile's product, as soon as both groups have released a stage."""
-    num_bytes: gl.constexpr = (BLOCK_N + GROUPS * ROWS) * BLOCK_D * hidden.dtype.primitive_bitwidth
-    for k in range(0, D, BLOCK_D):
-        stage = step % STAGES
-        loaded = full.index(stage)
-        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-        mbarrier.expect(loaded, num_bytes // 8)
-        async_load(hidden, [row, k], loaded, e_tiles.index(stage))
-        for group in gl.static_range(GROUPS):
-            async_load(
-                weight, [column + group * ROWS, k], loaded, c_tiles.index(GROUPS * stage + group)
-            )
-        step += 1
-    return step
-
-
-@gluon.jit
-def load_both(
-    hidden,
-    weight,
-    teacher_hidden,
-    teacher_weight,
-    e_tiles,
-    c_tiles,
-    full,
-    empty,
-    block,
-    split,
-    splits,
-    start_turn,
-    stop_turn,
-    D,
-    D_TEACHER,
-    BLOCK_N: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Loads the operands of `sum_both`, in its order."""
-    step = 0
-    for turn in range(start_turn, stop_turn):
-        column = (split + turn * splits) * (GROUPS * ROWS)
-        step = load_product(
-            hidden, weight, e_tiles, c_tiles, full, empty, block * BLOCK_N, column, step, D,
-            BLOCK_N, ROWS, BLOCK_D, STAGES,
-        )  # fmt: skip
-        step = load_product(
-            teacher_hidden, teacher_weight, e_tiles, c_tiles, full, empty, block * BLOCK_N, column,
-            step, D_TEACHER, BLOCK_N, ROWS, BLOCK_D, STAGES,
-        )  # fmt: skip
-
-
-@gluon.jit
-def product_of(
-    e_tiles,
-    c_tiles,
-    full,
-    empty,
-    bias_ptr,
-    group,
-    columns,
-    step,
-    V,
-    D,
-    BLOCK_N: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
-    """Computes E . C + bias of the group's columns, [BLOCK_N, ROWS] fp32; returns the next step,
-    too."""
-    x = gl.zeros((BLOCK_N, ROWS), gl.float32, LAYOUT)
-    for k in range(0, D, BLOCK_D):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), step // STAGES & 1)
-        c = c_tiles.index(GROUPS * stage + group).permute((1, 0))
-        x = warpgroup_mma(e_tiles.index(stage), c, x, use_acc=k > 0, is_async=True)
-        x = warpgroup_mma_wait(1, deps=(x,))
-        # One warp signals for all four that they have finished the product before.
-        thread_barrier()
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-        step += 1
-    x = warpgroup_mma_wait(0, deps=(x,))
-    thread_barrier()
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-    if HAS_BIAS:
-        bias = gl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(gl.float32)
-        x += bias[None, :]
-    return x, step
 
 
 @gluon.jit
@@ -380,9 +267,10 @@ def hopper_teacher_kernel(
                 (
                     0, bias_ptr, teacher_bias_ptr, lower_ptr, teacher_lower_ptr, state_ptr,
                     teacher_ptr, mass_ptr, teacher_mass_ptr, waiting.index(0), drops.index(0),
-                    e_tiles, c_tiles, full, empty, block, split, splits, num_turns, start_turn, stop_turn, launch,
-                    num_blocks, count, size, V, D, D_TEACHER, scale, teacher_scale, threshold,
-                    BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, TEACHER_HAS_BIAS,
+                    e_tiles, c_tiles, full, empty, block, split, splits, num_turns, start_turn,
+                    stop_turn, launch, num_blocks, count, size, V, D, D_TEACHER, scale,
+                    teacher_scale, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS,
+                    TEACHER_HAS_BIAS,
                 ),
             ),
             (
@@ -390,9 +278,10 @@ def hopper_teacher_kernel(
                 (
                     1, bias_ptr, teacher_bias_ptr, lower_ptr, teacher_lower_ptr, state_ptr,
                     teacher_ptr, mass_ptr, teacher_mass_ptr, waiting.index(1), drops.index(1),
-                    e_tiles, c_tiles, full, empty, block, split, splits, num_turns, start_turn, stop_turn, launch,
-                    num_blocks, count, size, V, D, D_TEACHER, scale, teacher_scale, threshold,
-                    BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS, TEACHER_HAS_BIAS,
+                    e_tiles, c_tiles, full, empty, block, split, splits, num_turns, start_turn,
+                    stop_turn, launch, num_blocks, count, size, V, D, D_TEACHER, scale,
+                    teacher_scale, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS,
+                    TEACHER_HAS_BIAS,
                 ),
             ),
             (
