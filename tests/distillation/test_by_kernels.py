@@ -100,7 +100,7 @@ def zipf(dtype: torch.dtype, device: str, tokens: int = 512, classes: int = 6000
     of_teacher = (context.to(device, dtype), (1.4 * weight).to(device, dtype))
     biases = (frequency + 0.3 * randn(classes)).to(device), frequency.to(device)
     targets = torch.randint(50, (tokens,), generator=generator).to(device)
-    return Both(*cut, biases[0], *of_teacher, biases[1], targets)
+    return Both(*cut, biases[0], *of_teacher, biases[1], targets)  # pyright: ignore[reportCallIssue]
 
 
 PLAIN: dict[str, Any] = {
