@@ -108,7 +108,7 @@ def linear_distillation(
         stats: "divergence" and "nll"; nll needs alpha > 0.
         gradient: "filtered" lets the kernels replace columns where both models have little mass by
             the product of their marginals; "exact" computes every column, in eager torch.
-        filter: `Filter` for each model's mass, without `eps`; columns are never drawn.
+        filter: `Filter` of both models' mass together, without `eps`.
         backend: "auto", "torch", or "triton", which needs forward KL with filtered gradients.
         group, vocab_shard, sequence_parallel, token_weight, ignore_index, reduction, shift,
             workspace_bytes: as in `linear_cross_entropy`; with sequence_parallel both hidden states
