@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +18,12 @@ SHOWN = (
 
 
 def distill_command(
+    inputs: Annotated[
+        Path | None, typer.Option(help="The student's file of `bench capture`. [made]")
+    ] = None,
+    teacher_inputs: Annotated[
+        Path | None, typer.Option(help="The teacher's, of the same text and step.")
+    ] = None,
     tokens: arg.Tokens = None,
     vocab: arg.Size = 16384,
     dim: Annotated[int, typer.Option(min=4, help="Of the student.")] = 256,
@@ -44,17 +51,18 @@ def distill_command(
 ) -> None:
     """Distillation's forward KL and its gradients: ours, TRL's, Liger's, FLA's.
 
-    A shape is the student's. Both models are made at random, with the frequencies and contexts of
-    one text, and a divergence of about 0.4 nats. Errors are against float64, for all tokens and for
-    tenths of them: by the teacher's entropy, and by the frequency of ids. The terminal shows all
-    tokens, files have the tenths too. `products` has the bare matrix products of both models'
-    logits, `cross-entropy` the student's alone with filtered gradients. `of_bound` is the time over
-    the products' and, with gradients, that cross-entropy's backward.
+    A shape is the student's. Unless two files have trained ones, both models are made at random,
+    with the frequencies and contexts of one text, and a divergence of about 0.4 nats. Errors are
+    against float64, for all tokens and for tenths of them: by the teacher's entropy, and by the
+    frequency of ids. The terminal shows all tokens, files have the tenths too. `products` has the
+    bare matrix products of both models' logits, `cross-entropy` the student's alone with filtered
+    gradients. `of_bound` is the time over the products' and, with gradients, that cross-entropy's
+    backward.
     """
     from benchmarks.contenders import choose_contenders
     from benchmarks.distillation.contenders import CONTENDERS
     from benchmarks.distillation.distill import bench_distill, golden_of
-    from benchmarks.distillation.inputs import make_models
+    from benchmarks.distillation.inputs import load_models, make_models
     from benchmarks.fidelity.tenths import ALL
     from cce_dist.bench.loss import Settings
     from cce_dist.bench.machine import fresh_compiler, version_of
@@ -63,7 +71,12 @@ def distill_command(
 
     with arg.refusals():
         names = choose_contenders(CONTENDERS, method or (), on_gpu=device.startswith("cuda"))
-        shapes = arg.shapes_of("zipf", shape, tokens, vocab, dim)
+        if (inputs is None) != (teacher_inputs is None):
+            raise ValueError(
+                "inputs and teacher-inputs must be given together, got "
+                f"inputs={inputs} and teacher-inputs={teacher_inputs}"
+            )
+        shapes = arg.shapes_of("zipf" if inputs is None else "file", shape, tokens, vocab, dim)
         where, wanted = arg.device_of(device), arg.dtype_of(dtype)
     settings = Settings(
         repeats, budget_seconds=budget_seconds, timeout_seconds=peer_timeout_seconds
@@ -74,16 +87,14 @@ def distill_command(
     try:
         for parsed in shapes:
             with arg.refusals():
-                inputs, teacher = make_models(
-                    parsed,
-                    teacher_dim or 2 * parsed.dim,
-                    temperature=temperature,
-                    dtype=wanted,
-                    device=where,
-                )
-            golden = golden_of(inputs, teacher)
+                common = {"temperature": temperature, "dtype": wanted, "device": where}
+                if inputs is None or teacher_inputs is None:
+                    student, teacher = make_models(parsed, teacher_dim or 2 * parsed.dim, **common)
+                else:
+                    student, teacher = load_models(inputs, teacher_inputs, parsed, **common)
+            golden = golden_of(student, teacher)
             about = {
-                **inputs.description,
+                **student.description,
                 "D_teacher": teacher.hidden.shape[1],
                 "temperature": f"{temperature:g}",
                 **golden.description,
@@ -91,7 +102,7 @@ def distill_command(
             report.say(", ".join(f"{name} {value}" for name, value in about.items()))
             with fresh_compiler():
                 rows = bench_distill(
-                    *(inputs, teacher, golden, names, settings),
+                    *(student, teacher, golden, names, settings),
                     failed=arg.reasons_of(failed),
                     say=report.say,
                 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from cce_dist.bench.inputs import (
     BenchInputs,
     Shape,
     draw_targets,
+    make_inputs,
     zipf_tensors,
 )
 from cce_dist.options import require_finite
@@ -66,8 +69,7 @@ def make_models(
     """
     if min(shape.dim, teacher_dim) < 4:
         raise ValueError(f"dim and teacher-dim must be >= 4, got {shape.dim} and {teacher_dim}")
-    if require_finite("temperature", temperature) <= 0:
-        raise ValueError(f"temperature must be > 0, got {temperature!r}")
+    require_temperature(temperature)
     generator = torch.Generator(device).manual_seed(seed)
     num_shared = int(SHARED_CHANNELS * min(shape.dim, teacher_dim))
     sizes = shape.num_tokens, shape.vocab_size, num_shared
@@ -84,6 +86,42 @@ def make_models(
     targets = draw_targets(*teacher, generator)
     inputs = BenchInputs("two models", *student, targets, token_counts=counts)
     return inputs, Teacher(*teacher, temperature)
+
+
+def load_models(
+    student: Path,
+    teacher: Path,
+    shape: Shape,
+    *,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[BenchInputs, Teacher]:
+    """Loads two models' inputs of the same text, of `cce-dist bench capture`.
+
+    Args: shape: the number of tokens; the files have the other sizes.
+    Raises:
+        ValueError: a file has other contents, or the two have other ids or targets.
+    """
+    require_temperature(temperature)
+    for name, path in (("inputs", student), ("teacher-inputs", teacher)):
+        if not (path.is_file() and is_zipfile(path)):
+            raise ValueError(f"{name} must be a file of `cce-dist bench capture`, got '{path}'")
+    ours, theirs = (
+        make_inputs(str(path), shape, dtype=dtype, device=device) for path in (student, teacher)
+    )
+    sizes = [[len(each.weight), len(each.targets)] for each in (ours, theirs)]
+    if sizes[0] != sizes[1] or not torch.equal(ours.targets, theirs.targets):
+        raise ValueError(
+            "teacher-inputs must have the ids and targets of inputs: capture both with one "
+            f"--vocab, --megabytes and --tokens; ids and tokens are {sizes[1]} and {sizes[0]}"
+        )
+    return ours, Teacher(theirs.hidden, theirs.weight, temperature)
+
+
+def require_temperature(temperature: float) -> None:
+    if require_finite("temperature", temperature) <= 0:
+        raise ValueError(f"temperature must be > 0, got {temperature!r}")
 
 
 def _embed(

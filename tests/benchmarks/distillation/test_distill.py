@@ -65,6 +65,44 @@ def test_models_refuse_what_they_cannot_make(dims: tuple[int, int]) -> None:
         make_models(Shape(16, 50, 8), 8, temperature=0.0)
 
 
+def save(path: Path, dim: int, **changes: torch.Tensor) -> str:
+    """Writes what `bench capture` writes."""
+    generator = torch.Generator().manual_seed(dim)
+    stored = {
+        "hidden": torch.randn(48, dim, generator=generator),
+        "weight": torch.randn(200, dim, generator=generator),
+        "targets": torch.arange(48),
+        "token_counts": torch.arange(200, 0, -1),
+    }
+    torch.save({**stored, **changes}, path)
+    return str(path)
+
+
+def test_trained_models(tmp_path: Path) -> None:
+    files = save(tmp_path / "student.pt", 8), save(tmp_path / "teacher.pt", 16)
+    given = ("--inputs", files[0], "--teacher-inputs", files[1], "--device", "cpu")
+    rows = tmp_path / "rows.csv"
+    dense = ("--dtype", "float32", "--method", "exact", "--repeats", "3", "--csv", str(rows))
+    invoke("distill", *given, *dense)
+    row = read_csv(rows)[-1]
+    assert [row[name] for name in ("inputs", "V", "D", "D_teacher")] == [
+        "student",
+        "200",
+        "8",
+        "16",
+    ]
+    assert float(row["grad_hidden_error"]) < 1e-5
+
+
+def test_models_of_two_texts_are_refused(tmp_path: Path) -> None:
+    files = save(tmp_path / "a.pt", 8), save(tmp_path / "b.pt", 8, targets=torch.zeros(48).long())
+    on_cpu = ("--device", "cpu", "--dtype", "float32")
+    both = ("--inputs", files[0], "--teacher-inputs")
+    assert "must be given together" in refuse("distill", *both[:2], *on_cpu)
+    assert "must have the ids and targets" in refuse("distill", *both, files[1], *on_cpu)
+    assert "a file of `cce-dist bench capture`" in refuse("distill", *both, "none.pt", *on_cpu)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 2.5], ids=["T1", "T2.5"])
 def test_the_golden_is_that_of_autograd(temperature: float) -> None:
     inputs, teacher = tiny(temperature)
