@@ -17,10 +17,10 @@ from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
 from cce_dist.distillation.by_kernels import DistillByKernels
 from cce_dist.distillation.divergences import Divergence, Divergences
 from cce_dist.distillation.function import Distill, Objective, Teacher
+from cce_dist.distillation.teacher import local_teacher, teacher_of
 from cce_dist.frontend import validation
-from cce_dist.frontend.dtensor import arrived, is_dtensor
 from cce_dist.frontend.inputs import Inputs, options_of
-from cce_dist.frontend.prepare import cast_by_autocast, enter, local_targets_of, validate
+from cce_dist.frontend.prepare import enter, local_targets_of, validate
 from cce_dist.frontend.reduction import PickedTokens, TokenLoss, pick_tokens
 from cce_dist.options import (
     Backend,
@@ -118,7 +118,8 @@ def linear_distillation(
         shape. A DistillationOutput if `stats` is not empty.
     Raises:
         ValueError: an argument is not supported; the message says which. So are teacher tensors
-            that require grad, DTensors, and calls within torch.compile.
+            that require grad, and calls within torch.compile.
+    DTensors: as in `linear_cross_entropy`; the teacher's lie as the student's do.
     Collectives on `group`: forward one all-gather of 12 N + 32 bytes (20 N + 32 with alpha), and
         one of 8 N for "jsd" and "tvd"; kernels eight of 4 N before it, and, with alpha and a
         temperature that is not 1, those of `linear_cross_entropy`; backward those of
@@ -136,7 +137,7 @@ def linear_distillation(
             raise ValueError(f"targets must be given with alpha={alpha!r}, got None")
         targets = no_targets(hidden, sequence_parallel, group)
     inputs = Inputs(hidden, weight, targets, bias, token_weight)
-    _require_plain(inputs, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)
+    _require_eager(hidden)
     options = options_of(
         sequence_parallel=sequence_parallel,
         ignore_index=ignore_index,
@@ -155,17 +156,13 @@ def linear_distillation(
             f"filter of linear_distillation must keep columns by mass, got eps={filter.eps!r}: use "
             "Filter.keep"
         )
-    inputs = enter(inputs, options, group, vocab_shard).inputs
-    hidden, weight, targets = inputs.hidden, inputs.weight, inputs.targets
+    inputs, options, group, vocab_shard, parts = enter(inputs, options, group, vocab_shard)
+    of_teacher = (teacher_hidden, teacher_weight, teacher_bias)
+    of_teacher = local_teacher(hidden, weight, *of_teacher, parts)
+    hidden, weight, targets, bias, token_weight = inputs[:5]
     ranks, shard, shape = validate(inputs, options, group, vocab_shard)
-    teacher = _teacher(
-        hidden,
-        teacher_hidden,
-        teacher_weight,
-        teacher_bias,
-        shard.num_classes,
-        (teacher_softcap, teacher_logit_scale),
-    )
+    logits = teacher_softcap, teacher_logit_scale
+    teacher = teacher_of(hidden, *of_teacher, shard, logits)
     options = _with_backend(options, objective, teacher)
     plan = plan_of(hidden, targets.numel(), options, ranks, shard)
     picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
@@ -174,7 +171,8 @@ def linear_distillation(
     call, flat = _call_of(plan, picked, hidden), hidden.reshape(-1, hidden.shape[-1])
     with without_autocast(hidden.device.type), unseen_by_checkpointing():
         value, nll = _divergence_and_nll(flat, weight, bias, teacher, call, objective)
-    return output_of(value, nll, terms, picked, shape, (reduction, shift, stats, alpha))
+    result = output_of(value, nll, terms, picked, shape, (reduction, options.shift, stats, alpha))
+    return result if parts is None else parts.wrap(result)
 
 
 def _call_of(plan: Plan, picked: PickedTokens, hidden: Tensor) -> Call:
@@ -231,15 +229,12 @@ def _with_backend(options: LossOptions, objective: Objective, teacher: Teacher) 
     return replace(options, backend="torch")
 
 
-def _require_plain(inputs: Inputs, **teacher: Tensor) -> None:
-    if is_traced() or is_fake(inputs.hidden):
+def _require_eager(hidden: Tensor) -> None:
+    if is_traced() or is_fake(hidden):
         raise ValueError(
             "linear_distillation does not run within torch.compile or on fake tensors: call it "
             "outside of the compiled region"
         )
-    for name, tensor in (*inputs._asdict().items(), *teacher.items()):
-        if is_dtensor(tensor):
-            raise ValueError(f"{name} must be a plain tensor, got a DTensor: pass to_local()")
 
 
 def output_of(
@@ -287,65 +282,3 @@ def no_targets(hidden: Tensor, split: bool, group: object) -> Tensor:
     if split:
         first *= group_size(resolve_group(group))  # pyright: ignore[reportArgumentType]
     return torch.zeros((first, *others), dtype=torch.int64, device=hidden.device)
-
-
-def _teacher(
-    hidden: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    teacher_bias: Tensor | None,
-    num_classes: int,
-    logits: tuple[float | None, float],
-) -> Teacher:
-    """Checks the teacher's arguments, and cuts off padding.
-
-    Raises:
-        ValueError: an argument is not supported; the message says which.
-    """
-    teacher_hidden, teacher_weight = cast_by_autocast(
-        arrived(teacher_hidden), arrived(teacher_weight)
-    )
-    required = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
-    for name, value in required.items():
-        tensor = validation.require_tensor(name, value)
-        if tensor.dtype not in validation.DTYPES:
-            raise ValueError(f"{name} must be bf16, fp16, fp32 or float64, got {tensor.dtype}")
-        validation.require_device(name, tensor, hidden)
-    rows, shape = list(hidden.shape[:-1]), list(teacher_hidden.shape)
-    if not shape or shape[:-1] != rows:
-        raise ValueError(
-            f"teacher_hidden must be [..., D_teacher] with hidden's tokens {rows}, got {shape}"
-        )
-    if teacher_weight.dim() != 2 or teacher_weight.shape[1] != shape[-1]:
-        raise ValueError(
-            f"teacher_weight must be [V_local, D_teacher={shape[-1]}], got "
-            f"{list(teacher_weight.shape)}"
-        )
-    if teacher_weight.dtype != teacher_hidden.dtype:
-        raise ValueError(
-            f"teacher_weight must have teacher_hidden's dtype {teacher_hidden.dtype}, got "
-            f"{teacher_weight.dtype}"
-        )
-    if teacher_weight.shape[0] < num_classes:
-        raise ValueError(
-            f"teacher_weight must have the student's {num_classes} classes of this rank and may "
-            f"have padding after them, got {teacher_weight.shape[0]} rows"
-        )
-    size = [teacher_weight.shape[0]]
-    validation.check_vector("teacher_bias", teacher_bias, size, "teacher_weight's rows", hidden)
-    for name, value in (*required.items(), ("teacher_bias", teacher_bias)):
-        if value is not None and value.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} must not require grad: linear_distillation has gradients by the student's "
-                "tensors alone; compute the teacher under torch.no_grad(), or pass detach()"
-            )
-    softcap, logit_scale = logits
-    # Its checks are those of the student's options.
-    checked = options_of(softcap=softcap, logit_scale=logit_scale)
-    return Teacher(
-        teacher_hidden.reshape(-1, shape[-1]),
-        teacher_weight[:num_classes],
-        None if teacher_bias is None else teacher_bias[:num_classes],
-        checked.softcap,
-        checked.logit_scale,
-    )

@@ -1,0 +1,131 @@
+"""The teacher's arguments: placements, checks, padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cce_dist.distillation.function import Teacher
+from cce_dist.frontend import validation
+from cce_dist.frontend.dtensor import LocalParts, arrived, is_dtensor
+from cce_dist.frontend.inputs import options_of
+from cce_dist.frontend.prepare import cast_by_autocast
+from cce_dist.vocab_shard import VocabShard
+
+
+def local_teacher(
+    hidden: Any,
+    weight: Any,
+    teacher_hidden: Any,
+    teacher_weight: Any,
+    teacher_bias: Any,
+    parts: LocalParts | None,
+) -> tuple[Any, Any, Any]:
+    """Takes the local parts of the teacher's DTensors, which lie as the student's do.
+
+    Args: parts: of the student's arguments; None: none is a DTensor.
+    Raises:
+        ValueError: a tensor lies otherwise.
+    """
+    _require_as("teacher_hidden", teacher_hidden, "hidden", hidden)
+    _require_as("teacher_weight", teacher_weight, "weight", weight)
+    if is_dtensor(teacher_weight) and len(teacher_weight) != len(weight):
+        # Padding at the end of the whole moves the ranks' bounds.
+        raise ValueError(
+            f"teacher_weight must have weight's {len(weight)} rows in all where they are DTensors, "
+            f"got {len(teacher_weight)}"
+        )
+    if is_dtensor(teacher_hidden):
+        teacher_hidden = teacher_hidden.to_local()
+        if parts is not None and parts.options.sequence_parallel:
+            teacher_hidden = teacher_hidden.movedim(parts.token_dim, 0)
+    if is_dtensor(teacher_bias):
+        _require_as("teacher_bias", teacher_bias, "weight", weight)
+        teacher_bias = teacher_bias.to_local()
+    if is_dtensor(teacher_weight):
+        teacher_weight = teacher_weight.to_local()
+    return teacher_hidden, teacher_weight, teacher_bias
+
+
+def _require_as(name: str, value: Any, other_name: str, other: Any) -> None:
+    if is_dtensor(value) != is_dtensor(other):
+        kind = "a DTensor, as" if is_dtensor(other) else "a plain tensor, as"
+        raise ValueError(f"{name} must be {kind} {other_name} is, got {type(value)}")
+    if is_dtensor(value) and (value.device_mesh, value.placements) != (
+        other.device_mesh,
+        other.placements,
+    ):
+        raise ValueError(
+            f"{name} must be placed as {other_name}, {list(other.placements)} on "
+            f"{other.device_mesh}, got {list(value.placements)} on {value.device_mesh}"
+        )
+
+
+def teacher_of(
+    hidden: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    shard: VocabShard,
+    logits: tuple[float | None, float],  # softcap and scale
+) -> Teacher:
+    """Checks the teacher's arguments, and cuts off padding.
+
+    Raises:
+        ValueError: an argument is not supported; the message says which.
+    """
+    teacher_hidden, teacher_weight = cast_by_autocast(
+        arrived(teacher_hidden), arrived(teacher_weight)
+    )
+    required = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
+    for name, value in required.items():
+        tensor = validation.require_tensor(name, value)
+        if tensor.dtype not in validation.DTYPES:
+            raise ValueError(f"{name} must be bf16, fp16, fp32 or float64, got {tensor.dtype}")
+        validation.require_device(name, tensor, hidden)
+    rows, shape = list(hidden.shape[:-1]), list(teacher_hidden.shape)
+    if not shape or shape[:-1] != rows:
+        raise ValueError(
+            f"teacher_hidden must be [..., D_teacher] with hidden's tokens {rows}, got {shape}"
+        )
+    if teacher_weight.dim() != 2 or teacher_weight.shape[1] != shape[-1]:
+        raise ValueError(
+            f"teacher_weight must be [V_local, D_teacher={shape[-1]}], got "
+            f"{list(teacher_weight.shape)}"
+        )
+    if teacher_weight.dtype != teacher_hidden.dtype:
+        raise ValueError(
+            f"teacher_weight must have teacher_hidden's dtype {teacher_hidden.dtype}, got "
+            f"{teacher_weight.dtype}"
+        )
+    num_classes, num_rows = shard.num_classes, teacher_weight.shape[0]
+    if num_rows < num_classes:
+        raise ValueError(
+            f"teacher_weight must have the student's {num_classes} classes of this rank and may "
+            f"have padding after them, got {num_rows} rows"
+        )
+    if num_classes < shard.vocab_size <= num_rows:
+        raise ValueError(
+            f"teacher_weight must have this rank's rows of the ids [{shard.start}, {shard.stop}), "
+            f"got {num_rows} rows, as many as the whole vocabulary has"
+        )
+    size = [num_rows]
+    validation.check_vector("teacher_bias", teacher_bias, size, "teacher_weight's rows", hidden)
+    for name, value in (*required.items(), ("teacher_bias", teacher_bias)):
+        if value is not None and value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} must not require grad: linear_distillation has gradients by the student's "
+                "tensors alone; compute the teacher under torch.no_grad(), or pass detach()"
+            )
+    softcap, logit_scale = logits
+    # Its checks are those of the student's options.
+    checked = options_of(softcap=softcap, logit_scale=logit_scale)
+    return Teacher(
+        teacher_hidden.reshape(-1, shape[-1]),
+        teacher_weight[:num_classes],
+        None if teacher_bias is None else teacher_bias[:num_classes],
+        checked.softcap,
+        checked.logit_scale,
+    )
