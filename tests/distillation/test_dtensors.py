@@ -33,7 +33,7 @@ def on_a_mesh(group: Any) -> None:
     for placement, reduction in itertools.product((None, Replicate(), Shard(1)), REDUCTIONS):
         results = []
         for over_ranks in (False, True):
-            leaves, options = both.leaves(), {"reduction": reduction}
+            leaves, options = both.leaves(), dict[str, Any](reduction=reduction)
             ours = both
             if over_ranks:
                 for name in ("weight", "bias"):
