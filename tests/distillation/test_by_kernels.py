@@ -267,6 +267,23 @@ def test_over_ranks(cuts: tuple[int, ...], split: bool, call: str) -> None:
     check_ranks(both, ranks, split, options, 5e-6)
 
 
+def test_a_shard_where_the_student_has_no_mass() -> None:
+    """Its sum underflows beside the other rank's; the teacher's does not."""
+    both, cuts = Both.make(torch.float32), (0, 350, CLASSES)
+    both.bias[350:] -= 130
+    options = {**CALLS["plain"], "temperature": 1.0, "filter": EVERY}
+    ranks = shared_pool().run(2, on_a_rank, both, cuts, False, options)
+    check_ranks(both, ranks, False, options, 5e-6)
+
+
+def test_a_shard_that_the_student_masks() -> None:
+    both, cuts = Both.make(torch.float32), (0, 350, CLASSES)
+    both.bias[350:] = -torch.inf
+    options = {**CALLS["plain"], "filter": EVERY}
+    for loss, _ in shared_pool().run(2, on_a_rank, both, cuts, False, options):
+        assert (loss[both.targets[..., 1:] >= 0] == torch.inf).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.multigpu
 @pytest.mark.parametrize("split", [False, True])
