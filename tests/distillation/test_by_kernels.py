@@ -214,6 +214,21 @@ def test_each_value_alone_has_its_gradient() -> None:
             assert error(grad, wanted[key]) < 2e-2, (name, key)
 
 
+@pytest.mark.parametrize(("place", "dtype"), [each for each in BY_PLACE if each.values[1] != "fp32"])
+def test_a_token_of_little_weight_has_its_digits(place: Place, dtype: str) -> None:
+    both, call = Both.make(DTYPES[dtype], place.device), {**CALLS["plain"], "shift": 0}
+    little = torch.zeros(TOKENS, dtype=torch.bool, device=place.device)
+    little[1:] = True
+    some = {**call, "token_weight": torch.ones_like(little).float().masked_fill(little, 1e-4)}
+    leaves, wide = both.leaves(), wide_leaves(both)
+    loss = both.run(leaves, **some, **place.options, filter=EVERY)
+    right = both.dense(wide, "forward_kl", call).loss * some["token_weight"].double()
+    ours = torch.autograd.grad(loss.sum(), leaves["hidden"])[0][little]
+    wanted = torch.autograd.grad(right.sum(), wide["hidden"])[0][little]
+    # In fp16 d_logits themselves have fewer digits.
+    assert error(ours, wanted) < {"fp16": 1e-2, "bf16": GRADIENTS["bf16"]}[dtype]
+
+
 def test_the_same_bytes_in_every_run() -> None:
     both = zipf(torch.float32, "cpu", 200, 2000)
     runs = []
