@@ -131,8 +131,8 @@ def stored_entries(
     return tl.log2(above) + (tl.load(ref_ptr + token) - STORED_SCALE)[None, :]
 
 
-# A power of two: it puts probabilities of 2^-22 among fp16's normal numbers, and keeps those of drawn
-# columns, which count often, below fp16's largest.
+# A power of two: it puts probabilities of 2^-22 among the normal numbers of fp16. Those of drawn
+# columns, which count often, stay below its largest.
 WAITING = tl.constexpr(256.0)
 
 
