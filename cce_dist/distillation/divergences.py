@@ -52,14 +52,15 @@ class Divergences:
         return Sums(student, teacher, (weight * ratio).masked_fill(weight == 0, 0).sum(1))
 
     def merge(self, parts: Sums) -> Sums:
-        """Merges parts [R, N], in their order."""
+        """Merges parts [R, N], in their order. A part whose far log-sum-exp is -inf has its kl
+        relative to 0 in place of it."""
         student, teacher = logaddexp_parts(parts.student), logaddexp_parts(parts.teacher)
         if self.passes == 2:
             return Sums(student, teacher, parts.kl[0])
         near, far = self._by_weight(parts.student, parts.teacher)
         whole_near, whole_far = self._by_weight(student, teacher)
         share = (near - _finite(whole_near)).exp()
-        ratio = parts.kl + _difference(near, far) - _difference(whole_near, whole_far)
+        ratio = parts.kl + (near - _finite(far)) - _difference(whole_near, whole_far)
         return Sums(student, teacher, (share * ratio).masked_fill(share == 0, 0).sum(0))
 
     def _by_weight(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import Filter, VocabShard, linear_distillation
+from cce_dist.distillation.by_kernels import _Heads
+from cce_dist.reference import reference_logits
 from cce_dist.testing import DTYPES, TRITON_PLACES, Place, nccl_pool, shared_pool
 from tests.distillation.test_distillation import CLASSES, TOKENS, Both, error, upstream_of
 
@@ -202,6 +204,36 @@ def test_an_id_that_the_student_masks() -> None:
     assert (found[both.targets[..., 1:] >= 0] == torch.inf).all()
 
 
+@pytest.mark.parametrize("softcaps", [(3.0, None), (None, 3.0)])
+def test_targets_leave_the_dropped_mass(
+    monkeypatch: pytest.MonkeyPatch, softcaps: tuple[float | None, float | None]
+) -> None:
+    """A target's column is kept: both models' dropped sums lose what they had of it."""
+    both, scores = zipf(torch.float32, "cpu", 100, 2000), []
+    targets = torch.arange(1000, 1100)
+    both, whole = replace(both, targets=targets), _Heads.forward
+
+    def forward(heads: _Heads, plan: Any) -> Any:
+        first, marks = whole(heads, plan)
+        scores.append(marks)
+        return first, marks
+
+    monkeypatch.setattr(_Heads, "forward", forward)
+    call = {**PLAIN, "softcap": softcaps[0], "teacher_softcap": softcaps[1]}
+    with torch.no_grad():
+        both.run(both.leaves(), **call, backend="triton", filter=Filter(keep=0.1))
+    z = reference_logits(both.hidden, both.weight, both.bias, softcap=softcaps[0])
+    y = reference_logits(
+        both.teacher_hidden, both.teacher_weight, both.teacher_bias, softcap=softcaps[1]
+    )
+    slope = 1.0 if softcaps[0] is None else 1 - (z / softcaps[0]) ** 2
+    dropped = (scores[0].kept[:, 0] & 1) == 0
+    assert dropped.any() and not dropped[targets].any()
+    for logits, found in ((z, scores[0].log_dropped), (y, scores[0].teacher_log_dropped)):
+        expected = (logits.exp() * slope)[:, dropped].sum(1)
+        torch.testing.assert_close(found.exp(), expected, rtol=1e-4, atol=0)
+
+
 def test_each_value_alone_has_its_gradient() -> None:
     """A loss of nll alone, or of the divergence alone, has no part of the other."""
     both, call = zipf(torch.float32, "cpu", 200, 2000), {**PLAIN, "stats": ("divergence", "nll")}
@@ -212,6 +244,23 @@ def test_each_value_alone_has_its_gradient() -> None:
         wanted = gradients(exact, right)
         for key, grad in gradients(ours, leaves).items():
             assert error(grad, wanted[key]) < 2e-2, (name, key)
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype"), [each for each in BY_PLACE if each.values[1] != "fp32"]
+)
+def test_a_token_of_little_weight_has_its_digits(place: Place, dtype: str) -> None:
+    both, call = Both.make(DTYPES[dtype], place.device), {**CALLS["plain"], "shift": 0}
+    little = torch.zeros(TOKENS, dtype=torch.bool, device=place.device)
+    little[1:] = True
+    some = {**call, "token_weight": torch.ones_like(little).float().masked_fill(little, 1e-4)}
+    leaves, wide = both.leaves(), wide_leaves(both)
+    loss = both.run(leaves, **some, **place.options, filter=EVERY)
+    right = both.dense(wide, "forward_kl", call).loss * some["token_weight"].double()
+    ours = torch.autograd.grad(loss.sum(), leaves["hidden"])[0][little]
+    wanted = torch.autograd.grad(right.sum(), wide["hidden"])[0][little]
+    # In fp16 d_logits themselves have fewer digits.
+    assert error(ours, wanted) < {"fp16": 1e-2, "bf16": GRADIENTS["bf16"]}[dtype]
 
 
 def test_the_same_bytes_in_every_run() -> None:
@@ -265,6 +314,23 @@ def test_over_ranks(cuts: tuple[int, ...], split: bool, call: str) -> None:
     both, options = Both.make(torch.float32), {**CALLS[call], "filter": EVERY}
     ranks = shared_pool().run(len(cuts) - 1, on_a_rank, both, cuts, split, options)
     check_ranks(both, ranks, split, options, 5e-6)
+
+
+def test_a_shard_where_the_student_has_no_mass() -> None:
+    """Its sum underflows beside the other rank's; the teacher's does not."""
+    both, cuts = Both.make(torch.float32), (0, 350, CLASSES)
+    both.bias[350:] -= 130
+    options = {**CALLS["plain"], "temperature": 1.0, "filter": EVERY}
+    ranks = shared_pool().run(2, on_a_rank, both, cuts, False, options)
+    check_ranks(both, ranks, False, options, 5e-6)
+
+
+def test_a_shard_that_the_student_masks() -> None:
+    both, cuts = Both.make(torch.float32), (0, 350, CLASSES)
+    both.bias[350:] = -torch.inf
+    options = {**CALLS["plain"], "filter": EVERY}
+    for loss, _ in shared_pool().run(2, on_a_rank, both, cuts, False, options):
+        assert (loss[both.targets[..., 1:] >= 0] == torch.inf).all()
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from cce_dist.backends.triton.kernels.forward.targets import target_products_ker
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import rounds_exp2
 from cce_dist.core.streams import start_on_side_stream
+from cce_dist.core.types import Head
 from cce_dist.options import TOKEN_BLOCK
 
 # Target columns of one program: two programs share a block, as loads take most of their time.
@@ -81,9 +82,15 @@ def add_targets(
     products: Tensor,  # of `start_products`
     order: Tensor | None,  # [N] int64: token i of the blocks is the caller's token order[i]
     order_as: torch.dtype | None = None,  # of the marks' order; None: `order_dtype`
+    student: tuple[Tensor, Head] | None = None,
 ) -> Placed:
-    """Adds the targets' logits, and marks the targets' columns as kept, whatever their mass."""
+    """Adds the targets' logits, and marks the targets' columns as kept, whatever their mass.
+
+    Args: student: of a teacher's state: its student's `products` and head, whose softcap' the
+        dropped sums have.
+    """
     num_tokens, score = len(state.tokens), finished.dropped is not None
+    student_softcap = None if student is None else student[1].softcap
     new, short = finished.lse.new_empty, order_as or order_dtype(num_tokens)
     placed = Placed(
         lse=new(num_tokens),
@@ -111,16 +118,20 @@ def add_targets(
         or_dummy(placed.log_dropped),
         or_dummy(placed.seed),
         or_dummy(placed.order),
+        products if student is None else student[0],
         num_tokens,
         state.weight.shape[0],
         state.scale,
         state.head.softcap or 1.0,
+        student_softcap or 1.0,
         BLOCK=TOKEN_BLOCK,
         WIDE=rounds_exp2(state.weight),
         HAS_SOFTCAP=state.head.softcap is not None,
         HAS_SCORE=score,
         HAS_UNKEPT=state.has_unkept,
         HAS_ORDER=order is not None,
+        HAS_STUDENT=student is not None,
+        STUDENT_HAS_SOFTCAP=student_softcap is not None,
         num_warps=8,
     )
     return placed

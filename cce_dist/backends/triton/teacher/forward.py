@@ -68,7 +68,9 @@ def forward_of_heads(
                 raise_lower(bounds, lower, *at)
     last = replace(launches[-1], robust=True)
     heads.launch(last, rule.threshold)
-    student, of_teacher = (_merged(state, last, len(launches), order) for state in heads.states)
+    of_call = last, len(launches), order
+    student = _merged(heads.student, *of_call)
+    of_teacher = _merged(heads.teacher, *of_call, (student.of_targets, heads.student.head))
     marks = marks_of(
         student.mass,
         student.factors,
@@ -101,18 +103,27 @@ class _Merged:
     factors: MassFactors
     log_dropped: Tensor  # [N]
     seed: Tensor
+    of_targets: Tensor  # of `start_products`
 
 
-def _merged(state: ForwardState, last: Launch, num_launches: int, order: Tensor | None) -> _Merged:
+def _merged(
+    state: ForwardState,
+    last: Launch,
+    num_launches: int,
+    order: Tensor | None,
+    student: tuple[Tensor, Head] | None = None,
+) -> _Merged:
+    """Args: student: as of `add_targets`."""
     products = start_products(state)
     try:
         finished = state.merge(last)
         factors = mass_factors(state, finished, num_launches, None)
     finally:
         of_targets = products()
-    placed, mass = add_targets(state, finished, of_targets, order), state.buffers.mass
+    placed = add_targets(state, finished, of_targets, order, student=student)
+    mass = state.buffers.mass
     assert mass is not None and placed.log_dropped is not None and placed.seed is not None
-    return _Merged(finished.lse, placed, mass, factors, placed.log_dropped, placed.seed)
+    return _Merged(finished.lse, placed, mass, factors, placed.log_dropped, placed.seed, of_targets)
 
 
 @dataclass(frozen=True)

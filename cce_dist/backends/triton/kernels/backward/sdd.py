@@ -131,6 +131,11 @@ def stored_entries(
     return tl.log2(above) + (tl.load(ref_ptr + token) - STORED_SCALE)[None, :]
 
 
+# A power of two: it puts probabilities of 2^-22 among the normal numbers of fp16. Those of drawn
+# columns, which count often, stay below its largest.
+WAITING = tl.constexpr(256.0)
+
+
 @triton.jit
 def of_teacher(
     column,  # [COLUMNS]
@@ -158,18 +163,17 @@ def of_teacher(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Computes the teacher's part of d_logits by the student's logits, [COLUMNS, TOKENS]. In fp16
-    unless `dtype` is fp32: it waits in registers for the student's product, and has more digits
-    than bf16."""
+    """Computes the teacher's probabilities times WAITING and how often a column counts, [COLUMNS,
+    TOKENS]. In fp16 unless `dtype` is fp32: they wait in registers for the student's product.
+    Without the upstream gradient, so that a token of little weight has as many digits."""
     y, _ = fresh_logits(
         column, block, hidden_ptr, rows_ptr, weight_ptr, bias_ptr, D, stride_hn, stride_wv, scale,
         softcap, COLUMNS, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE, HAS_BIAS, HAS_SOFTCAP,
     )  # fmt: skip
     token = block * TOKENS + tl.arange(0, TOKENS)
     log_p = y + (log2_times[:, None] - tl.load(upstream_ptr + 5 * N + token)[None, :])
-    p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
-    part = p * tl.load(upstream_ptr + token)[None, :]
-    return part if dtype == tl.float32 else part.to(tl.float16)
+    p = (exp2_of(log_p) if WIDE else tl.exp2(log_p)) * WAITING
+    return p if dtype == tl.float32 else p.to(tl.float16)
 
 
 @triton.jit
@@ -276,7 +280,7 @@ def sdd_kept_task(
     p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
     grad = p * tl.load(upstream_ptrs)[None, :]
     if HAS_TEACHER:
-        grad += of_other.to(tl.float32)
+        grad += of_other.to(tl.float32) * (tl.load(teacher[3] + token) / WAITING)[None, :]
     grad -= tl.where(is_target, tl.load(upstream_ptrs + N)[None, :], 0.0)
     grad = tl.where(listed[:, None], grad * slope, 0.0)
     if HAS_DRAWN:

@@ -75,16 +75,20 @@ def targets_kernel(
     # And what the marks keep, if HAS_SCORE:
     seed_ptr,  # [1] int32 of the data, the bits of the first lse: out
     short_order_ptr,  # [N] int16 or int32, the order: out, if HAS_ORDER
+    student_product_ptr,  # `product_ptr` of the student, if HAS_STUDENT
     N,
     V,
     scale,  # a number, or [N_padded] of each token
     softcap,
+    student_softcap,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,  # fp32 inputs
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCORE: tl.constexpr,
     HAS_UNKEPT: tl.constexpr,
     HAS_ORDER: tl.constexpr,
+    HAS_STUDENT: tl.constexpr,  # these are a teacher's: dropped sums have the student's softcap'
+    STUDENT_HAS_SOFTCAP: tl.constexpr,
 ):
     """Computes a block's target logits, keeps the targets' columns, and writes each token's results
     in the caller's order."""
@@ -121,7 +125,11 @@ def targets_kernel(
             p = tl.where(is_new[:, None], p, 0.0)
             if HAS_UNKEPT:
                 taken_from(unkept_ptr + token, tl.sum(p, 0), finite, token < count)
-            if HAS_SOFTCAP:
+            if HAS_SOFTCAP and not HAS_STUDENT:
+                p *= slope
+            if STUDENT_HAS_SOFTCAP:
+                x = tl.load(student_product_ptr + row[:, None] * BLOCK + lane[None, :])
+                _, slope = softcapped(x, student_softcap, WIDE)
                 p *= slope
             dropped = taken_from(dropped_ptr + token, tl.sum(p, 0), finite, token < count)
             mark = -tl.maximum(mass, 1e-30)

@@ -20,12 +20,16 @@ def divergence_kernel(
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Computes KL(teacher || student) of the softmaxes over these columns alone."""
+    """Computes KL(teacher || student) of the softmaxes over these columns alone. Where the student
+    has no mass here, its lse counts as 0: see `Divergences.merge`."""
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     counts = tokens < tl.load(count_ptr)
     stride = tl.load(shape_ptr) * TOKENS
     lse = tl.load(lse_ptr + tokens, mask=counts, other=0.0) * LOG2E
     teacher_lse = tl.load(teacher_lse_ptr + tokens, mask=counts, other=0.0) * LOG2E
+    # Beside another rank's columns these may underflow: the log ratios, relative to a finite
+    # reference, do not. Ids that the student masks have made their sum infinite.
+    lse = tl.where(lse == float("-inf"), 0.0, lse)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for split in range(tl.load(shape_ptr + 1)):
         at = split * stride + tokens
@@ -35,7 +39,4 @@ def divergence_kernel(
         part = tl.load(teacher_ptr + at + 3 * size, mask=counts, other=0.0) + mass * apart
         # A split where the teacher has no mass has a reference of no meaning.
         total += tl.where(mass > 0, exp2_of(shift) * part, 0.0)
-    # Where the student allows no column, the difference above is that of two infinities.
-    none = (lse == float("-inf")) & (teacher_lse > float("-inf"))
-    total = tl.where(none, float("inf"), total)
     tl.store(divergence_ptr + tokens, total / LOG2E, mask=tokens < N)
