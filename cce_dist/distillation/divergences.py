@@ -48,7 +48,7 @@ class Divergences:
         near, far = self._by_weight(a, y)
         whole_near, whole_far = self._by_weight(student, teacher)
         weight = (near - _finite(whole_near)[:, None]).exp()
-        ratio = near - far - _difference(whole_near, whole_far)[:, None]
+        ratio = near - far - (whole_near - _finite(whole_far))[:, None]
         return Sums(student, teacher, (weight * ratio).masked_fill(weight == 0, 0).sum(1))
 
     def merge(self, parts: Sums) -> Sums:
@@ -60,7 +60,7 @@ class Divergences:
         near, far = self._by_weight(parts.student, parts.teacher)
         whole_near, whole_far = self._by_weight(student, teacher)
         share = (near - _finite(whole_near)).exp()
-        ratio = parts.kl + (near - _finite(far)) - _difference(whole_near, whole_far)
+        ratio = parts.kl + (near - _finite(far)) - (whole_near - _finite(whole_far))
         return Sums(student, teacher, (share * ratio).masked_fill(share == 0, 0).sum(0))
 
     def _by_weight(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,11 +108,6 @@ class Divergences:
 def _finite(lse: Tensor) -> Tensor:
     """Puts 0 in place of -inf, the log-sum-exp of no columns."""
     return lse.masked_fill(lse == -torch.inf, 0)
-
-
-def _difference(near: Tensor, far: Tensor) -> Tensor:
-    """Returns near - far, and 0 where both are -inf: over no columns."""
-    return (near - far).masked_fill((near == -torch.inf) & (far == -torch.inf), 0)
 
 
 def _log_mixture(log_ratio: Tensor, share: float) -> Tensor:

@@ -234,6 +234,23 @@ def test_targets_leave_the_dropped_mass(
         torch.testing.assert_close(found.exp(), expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("programs", [1, 3])
+def test_a_mass_on_a_masked_id_that_underflows_later(
+    monkeypatch: pytest.MonkeyPatch, programs: int
+) -> None:
+    """The log ratio of the first tile is infinite, until the teacher's reference rises above it."""
+    monkeypatch.setattr("cce_dist.backends.triton.forward.state.num_programs", lambda _: programs)
+    both = zipf(torch.float32, "cpu", 140, 3000)
+    both.bias[9] = -torch.inf
+    both.teacher_weight[2900] = 20 * both.teacher_hidden[0]
+    call = {**PLAIN, "alpha": 0.0, "reduction": "none"}
+    found = both.run(both.leaves(), **call, backend="triton", filter=EVERY)
+    expected = both.run(both.leaves(), **call, gradient="exact")
+    sure = expected < torch.inf
+    assert sure.any() and not found.isnan().any()
+    torch.testing.assert_close(found[sure], expected[sure], rtol=1e-5, atol=1e-5)
+
+
 def test_each_value_alone_has_its_gradient() -> None:
     """A loss of nll alone, or of the divergence alone, has no part of the other."""
     both, call = zipf(torch.float32, "cpu", 200, 2000), {**PLAIN, "stats": ("divergence", "nll")}

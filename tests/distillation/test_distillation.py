@@ -162,6 +162,14 @@ def test_numbers_that_no_exponential_holds() -> None:
     assert loss == torch.inf
 
 
+def test_a_tile_that_the_student_masks() -> None:
+    both = Both.make(torch.float64)
+    both.bias.fill_(-torch.inf)[-1] = 0
+    tiles = {"workspace_bytes": 2**16, "softcap": None, "alpha": 0.0, "stats": ()}
+    found = both.run(both.leaves(), **tiles)
+    assert (found[both.targets[..., 1:] >= 0] == torch.inf).all()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_reductions_and_weights(reduction: Any) -> None:
     both, weights = Both.make(torch.float64), torch.rand(TOKENS).double()

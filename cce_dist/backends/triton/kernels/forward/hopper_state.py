@@ -63,7 +63,8 @@ def start_state(
             last = gl.load(before_ptrs + split_offset + 3 * size, mask=goes_on, other=0.0)
             if HAS_SURPLUS:
                 last -= (ref - before) * earlier
-            last *= shrink
+            # See `launches.raise_reference`.
+            last = gl.where(shrink > 0, last * shrink, 0.0)
         if HAS_SQUARES:
             squares = shrink * shrink * gl.load(squares_ptrs, mask=goes_on, other=0.0)
     gl.store(state_ptrs, ref)

@@ -57,7 +57,8 @@ def raise_reference(
     if HAS_SCORE:
         tl.store(state_ptrs + 2 * size, shrink * earlier_dropped)
     if HAS_SURPLUS or HAS_UNKEPT:
-        tl.store(state_ptrs + 3 * size, shrink * surplus)
+        # A teacher's is infinite where it has mass that its student masks: 0 times it is NaN.
+        tl.store(state_ptrs + 3 * size, tl.where(shrink > 0, shrink * surplus, 0.0))
     if HAS_SQUARES:
         tl.store(squares_ptrs, shrink * shrink * squares)
     tl.debug_barrier()

@@ -37,6 +37,8 @@ def divergence_kernel(
         shift = tl.load(teacher_ptr + at, mask=counts, other=0.0) - teacher_lse
         apart = shift - (tl.load(state_ptr + at, mask=counts, other=0.0) - lse)
         part = tl.load(teacher_ptr + at + 3 * size, mask=counts, other=0.0) + mass * apart
-        # A split where the teacher has no mass has a reference of no meaning.
-        total += tl.where(mass > 0, exp2_of(shift) * part, 0.0)
+        # A split where the teacher has no mass has a reference of no meaning. 0 times infinity
+        # would be NaN.
+        share = exp2_of(shift)
+        total += tl.where((mass > 0) & (share > 0), share * part, 0.0)
     tl.store(divergence_ptr + tokens, total / LOG2E, mask=tokens < N)

@@ -3,8 +3,8 @@
 Each group has half of the program's columns, as a separate split of the vocabulary: first the
 student's product, then the teacher's in the same registers. The student's logits wait in fp16,
 relative to a reference about lse: where a model has mass, they are off by 2^-12 of themselves. The
-KL and the dropped mass read them. The results are those of `teacher_forward_kernel`, which runs
-everywhere else.
+KL and the dropped mass read them. But for that rounding the results are those of
+`teacher_forward_kernel`, which runs everywhere else.
 """
 
 from triton.experimental import gluon
@@ -196,7 +196,10 @@ def sum_both(
         )
         so_far = gl.load(teacher_ptrs + 3 * size) + gl.convert_layout(of_ratios, by_token)
         so_far -= gl.where(whole > 0, (teacher_gain - gain) * whole, 0.0)
-        gl.store(teacher_ptrs + 3 * size, so_far * exp2_of(-teacher_gain))
+        # See `launches.raise_reference`.
+        shrink = exp2_of(-teacher_gain)
+        so_far = gl.where(shrink > 0, so_far * shrink, 0.0)
+        gl.store(teacher_ptrs + 3 * size, so_far)
         ref = gl.convert_layout(next_ref, down)
         teacher_ref = gl.convert_layout(next_teacher_ref, down)
 
