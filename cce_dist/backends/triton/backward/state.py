@@ -222,7 +222,7 @@ class BackwardState:
         return self.groups if self.teacher is None else self.groups // 2
 
     @property
-    def mean_or_teacher(self) -> Tensor | None:
+    def second_mass(self) -> Tensor | None:
         """[P] upstream of the mean logit, or of the teacher's tail, which have the same place."""
         return self.mean if self.teacher is None else self.teacher.tail_mass
 
@@ -266,7 +266,7 @@ class BackwardState:
             self.per_token.rows,
             self.count,
             self.or_dummy(self.whole_tail_mass),
-            self.or_dummy(self.mean_or_teacher),
+            self.or_dummy(self.second_mass),
             part,
             part_bias,
             dim,
@@ -274,7 +274,7 @@ class BackwardState:
             TOKENS=TOKEN_BLOCK,
             BLOCK_D=block_d,
             HAS_TAIL=self.share is not None,
-            HAS_MEAN=self.mean_or_teacher is not None,
+            HAS_MEAN=self.second_mass is not None,
         )
         self.sums, self.bias_sums = torch.empty_like(self.centroid), torch.empty_like(inverse)
         sum_groups = functools.partial(
@@ -340,7 +340,7 @@ class BackwardState:
             self.or_dummy(self.tail_mass if draws else self.whole_tail_mass),
             self.drawn_total,
             self.per_token.grad_scale,
-            self.or_dummy(self.mean_or_teacher),
+            self.or_dummy(self.second_mass),
             out,
             self.num_tokens,
             dim,

@@ -55,7 +55,7 @@ def forward_of_heads(
     if len(tokens) > TOKEN_BLOCK:
         tokens, order = in_similar_order(tokens)
     teacher_tokens = replace(tokens, hidden=teacher[0].hidden)
-    heads = _Heads.of(tokens, head, teacher_tokens, teacher[1])
+    heads = _States.of(tokens, head, teacher_tokens, teacher[1])
     launches = heads.student.launches(bounds is not None)
     lowers = [state.buffers.lower for state in heads.states]
     if bounds is not None:
@@ -127,14 +127,14 @@ def _merged(
 
 
 @dataclass(frozen=True)
-class _Heads:
+class _States:
     """The states of both heads, whose launches compute the same programs and tiles."""
 
     student: ForwardState
     teacher: ForwardState
 
     @classmethod
-    def of(cls, tokens: Tokens, head: Head, teacher_tokens: Tokens, teacher_head: Head) -> _Heads:
+    def of(cls, tokens: Tokens, head: Head, teacher_tokens: Tokens, teacher_head: Head) -> _States:
         head, teacher_head = for_kernels(head), for_kernels(teacher_head)
         weights = (head.weight, teacher_head.weight)
         tiles = tiles_for(max(weights, key=Tensor.element_size))

@@ -199,7 +199,8 @@ def sdd_kept_task(
     bad_ref_ptr,  # [num_blocks] int32
     drawn_sum_ptr,  # [tasks, TOKENS] fp32: sum of drawn entries' d_logits without the entropy's
     # part: out
-    teacher,  # arguments of `of_teacher`
+    # The teacher's hidden states, weight, bias, upstream; D, two strides, scale, softcap.
+    teacher,
     num_tiles,
     num_blocks,
     D,

@@ -14,7 +14,7 @@ def store_hidden_kernel(
     mass_ptr,  # [N_padded] upstream times dropped mass
     drawn_ptr,  # [N] sum of the drawn columns' d_logits, which `product_ptr` contains
     grad_scale_ptr,  # [1] power of two by which `drawn_ptr` was divided
-    mean_ptr,  # [N_padded] upstream of the mean logit; or `mass_ptr` of the teacher's tail
+    second_ptr,  # [N_padded] upstream of the mean logit; or `mass_ptr` of the teacher's tail
     out_ptr,  # [num_rows, D]: out, 0 for tokens that don't count; may be `product_ptr`
     N,
     D,
@@ -44,17 +44,17 @@ def store_hidden_kernel(
         if HAS_DRAWN:
             if HAS_TEACHER:
                 # The drawn columns stand for both tails at once: one centroid, of what they lack.
-                mass += tl.load(mean_ptr + token, mask=counts, other=0.0)
+                mass += tl.load(second_ptr + token, mask=counts, other=0.0)
             mass -= tl.load(drawn_ptr + token, mask=has_product, other=0.0) * tl.load(
                 grad_scale_ptr
             )
         centroid = tl.load(centroid_ptr + group * D + dims, mask=dims < D, other=0.0)
         value += mass[:, None] * centroid[None, :]
     if HAS_MEAN or (HAS_TEACHER and not HAS_DRAWN):
-        mean = tl.load(mean_ptr + token, mask=counts, other=0.0)
+        second = tl.load(second_ptr + token, mask=counts, other=0.0)
         place = groups
         if HAS_TEACHER:
             place += tl.program_id(0) * BLOCK_N // tokens_per_group
         centroid = tl.load(centroid_ptr + place * D + dims, mask=dims < D, other=0.0)
-        value += mean[:, None] * centroid[None, :]
+        value += second[:, None] * centroid[None, :]
     tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=(token < N)[:, None] & inside)

@@ -153,7 +153,7 @@ def token_sums_kernel(
     rows_ptr,
     count_ptr,
     mass_ptr,  # [N_padded] upstream times dropped mass, for the weight
-    mean_ptr,  # [N_padded] upstream of the mean logit; or `mass_ptr` of the teacher's tail
+    second_ptr,  # [N_padded] upstream of the mean logit; or `mass_ptr` of the teacher's tail
     part_ptr,  # [2, num_blocks, D] fp32 sum over a block's tokens of mass E_i, of mean E_i: out
     part_bias_ptr,  # [2, num_blocks] fp32 sum of mass, of mean: out
     D,
@@ -176,7 +176,7 @@ def token_sums_kernel(
     ).to(tl.float32)
     for kind in tl.static_range(2):
         if HAS_TAIL if kind == 0 else HAS_MEAN:
-            weight_ptr = mass_ptr if kind == 0 else mean_ptr
+            weight_ptr = mass_ptr if kind == 0 else second_ptr
             weight = tl.load(weight_ptr + token, mask=inside, other=0.0)
             at = kind * tl.num_programs(0) + block
             tl.store(part_ptr + at * D + dims, tl.sum(e * weight[:, None], 0), mask=dims < D)

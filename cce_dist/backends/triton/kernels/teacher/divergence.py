@@ -35,8 +35,8 @@ def divergence_kernel(
         at = split * stride + tokens
         mass = tl.load(teacher_ptr + at + size, mask=counts, other=0.0)
         shift = tl.load(teacher_ptr + at, mask=counts, other=0.0) - teacher_lse
-        apart = shift - (tl.load(state_ptr + at, mask=counts, other=0.0) - lse)
-        part = tl.load(teacher_ptr + at + 3 * size, mask=counts, other=0.0) + mass * apart
+        log_shares = shift - (tl.load(state_ptr + at, mask=counts, other=0.0) - lse)
+        part = tl.load(teacher_ptr + at + 3 * size, mask=counts, other=0.0) + mass * log_shares
         # A split where the teacher has no mass has a reference of no meaning. 0 times infinity
         # would be NaN.
         share = exp2_of(shift)
