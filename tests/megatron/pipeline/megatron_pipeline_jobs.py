@@ -54,6 +54,9 @@ def pretrain(
             OptimizerConfig(
                 optimizer="adam",
                 lr=3e-3,
+                # Without it a gradient of the size of a rounding makes a step of the learning rate,
+                # which is another one on another CPU.
+                adam_eps=1e-5,
                 bf16=setup.bf16,
                 fp16=setup.fp16,
                 loss_scale=LOSS_SCALE if setup.bf16 or setup.fp16 else None,

@@ -88,8 +88,8 @@ def check_pretraining(pool: RankPool, setup: Setup, patch: dict[str, Any]) -> No
             rel = 2e-2 if is_16_bit else 1e-5
             assert ours[what] == pytest.approx(theirs[what], rel=rel)
             assert bool(ours[what]) == (found["place"]["stage"] == setup.pp - 1)
-        # Adam makes a step of the learning rate, 3e-3, of the smallest gradient's sign: where sums
-        # of layers are not the same from run to run, as on GPUs, of a rounding's.
+        # Adam makes steps of small gradients' signs: where sums of layers are not the same from run
+        # to run, as on GPUs, of a rounding's.
         for what, atol in (("grads", 1e-6), ("parameters", 1e-4)):
             if what == "parameters" and setup.device == "cuda":
                 continue
