@@ -5,20 +5,27 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol
-
-Origin = Literal["dense", "ours", "peer"]
+from typing import Any, Literal
 
 
-class Contender(Protocol):
-    @property
-    def origin(self) -> Origin: ...
+@dataclass(frozen=True)
+class Contender:
+    """A way to compute what a benchmark measures.
 
-    @property
-    def on_cpu(self) -> bool: ...
+    Args:
+        build: imports and configures it; a peer may raise anything here.
+        on_cpu: can run on a CPU; says nothing of peers, whose failure is reported.
+        note: what sets its rows apart.
+    """
+
+    origin: Literal["dense", "ours", "peer"]
+    build: Callable[..., Any]
+    on_cpu: bool = True
+    note: str = ""
 
 
 def choose_contenders(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.contenders import Origin, import_alone
+from benchmarks.contenders import Contender, import_alone
 from benchmarks.distillation.inputs import Teacher
 from cce_dist import linear_cross_entropy
 from cce_dist.bench.golden import LossFunction
@@ -37,22 +36,6 @@ DivergenceFunction = Callable[[Tensor, Tensor], Tensor]
 class Built(NamedTuple):
     loss: LossFunction
     tokens: DivergenceFunction | None  # None: the mean alone is known
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A way to compute the forward KL.
-
-    Args:
-        build: imports and configures it; a peer may raise anything here.
-        on_cpu: can run on a CPU; says nothing of peers, whose failure is reported.
-        note: what sets its rows apart.
-    """
-
-    origin: Origin
-    build: Callable[[Teacher], Built]
-    on_cpu: bool = True
-    note: str = ""
 
 
 def ours(gradient: GradientOfBoth, teacher: Teacher) -> Built:

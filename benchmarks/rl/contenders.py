@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pkgutil import resolve_name
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import import_alone
+from benchmarks.contenders import Contender, import_alone
 from cce_dist import TokenLogprobs, token_logprobs
 from cce_dist.bench.golden import LossFunction
 from cce_dist.bench.peers import TRL_CHUNK
@@ -68,21 +68,10 @@ class Built(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A way to compute log-probabilities.
+class LogprobContender(Contender):
+    """Args: entropy: its loss has the entropy, and its gradient."""
 
-    Args:
-        build: imports and configures it; a peer may raise anything here.
-        entropy: its loss has the entropy, and its gradient.
-        on_cpu: can run on a CPU; says nothing of peers, whose failure is reported.
-        note: what sets its rows apart.
-    """
-
-    origin: Literal["dense", "ours", "peer"]
-    build: Callable[[Policy], Built]
     entropy: bool = True
-    on_cpu: bool = True
-    note: str = ""
 
 
 def dense(hidden: Tensor, weight: Tensor, targets: Tensor) -> TokenLogprobs:
@@ -154,31 +143,31 @@ def _built(make: Callable[[], TokenFunction], policy: Policy) -> Built:
 
 # In the order in which they are measured. Compilers of their own come last.
 CONTENDERS = {
-    "filtered": Contender("ours", partial(_built, partial(ours, "filtered"))),
-    "exact": Contender("ours", partial(_built, partial(ours, "exact"))),
-    "invariant": Contender("ours", partial(_built, partial(ours, "exact", invariant=True))),
-    "filtered-plain": Contender(
+    "filtered": LogprobContender("ours", partial(_built, partial(ours, "filtered"))),
+    "exact": LogprobContender("ours", partial(_built, partial(ours, "exact"))),
+    "invariant": LogprobContender("ours", partial(_built, partial(ours, "exact", invariant=True))),
+    "filtered-plain": LogprobContender(
         *("ours", partial(_built, partial(ours, "filtered", ()))),
         entropy=False,
         note="log-probabilities alone",
     ),
-    "exact-plain": Contender(
+    "exact-plain": LogprobContender(
         *("ours", partial(_built, partial(ours, "exact", ()))),
         entropy=False,
         note="log-probabilities alone",
     ),
-    "invariant-plain": Contender(
+    "invariant-plain": LogprobContender(
         *("ours", partial(_built, partial(ours, "exact", (), invariant=True))),
         entropy=False,
         note="log-probabilities alone",
     ),
-    "dense": Contender("dense", partial(_built, lambda: dense)),
-    "trl": Contender("peer", partial(_built, trl)),
-    "verl": Contender("peer", partial(_built, verl), note="no accuracy"),
-    "torch-compile": Contender(
+    "dense": LogprobContender("dense", partial(_built, lambda: dense)),
+    "trl": LogprobContender("peer", partial(_built, trl)),
+    "verl": LogprobContender("peer", partial(_built, verl), note="no accuracy"),
+    "torch-compile": LogprobContender(
         "peer", partial(_built, lambda: torch.compile(dense, dynamic=False)), on_cpu=False
     ),
-    "liger-grpo": Contender(
+    "liger-grpo": LogprobContender(
         *("peer", liger),
         entropy=False,
         note="a loss and no entropy; its forward computes the gradients",

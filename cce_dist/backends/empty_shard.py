@@ -29,6 +29,25 @@ from cce_dist.core.types import Head, LocalGrads, Picked, Tokens
 from cce_dist.vocab_shard import VocabShard
 
 
+def _exchange_nothing(tokens: Tokens, head: Head, request: ForwardRequest) -> None:
+    if request.bounds is None:
+        return
+    nothing = head.weight.new_full((len(tokens),), -torch.inf, dtype=torch.float32)
+    for _ in EXCHANGES:
+        request.bounds(nothing)
+
+
+def _nothing_of_heads(
+    tokens: Tokens, head: Head, teacher: tuple[Tokens, Head], request: ForwardRequest
+) -> TeacherStats:
+    # One model after the other, after each launch.
+    _exchange_nothing(tokens, head, request)
+    _exchange_nothing(tokens, head, request)
+    zeros = head.weight.new_zeros(len(tokens), dtype=torch.float32)
+    nothing = torch.full_like(zeros, -torch.inf)
+    return TeacherStats(Stats(nothing, zeros), nothing, zeros, None)
+
+
 class EmptyShard(TorchBackend):
     """A shard without columns: no lse, no mass, no gradient. Inherits the other methods."""
 
@@ -38,9 +57,9 @@ class EmptyShard(TorchBackend):
         chooses_in_forward=True,
         in_forward_filters=True,
         narrow_logits=True,
-        compares_heads=True,
     )
     merge_kernels = KERNELS
+    forward_of_heads = staticmethod(_nothing_of_heads)
 
     def pick(self, ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
         return pick_on_device(ids, ignore_index)
@@ -53,16 +72,6 @@ class EmptyShard(TorchBackend):
         if request.segment:
             return statistics_of_segments(tokens, head, request), None
         return statistics(tokens, head, replace(request, filter=None, store=None))
-
-    def forward_of_heads(
-        self, tokens: Tokens, head: Head, teacher: tuple[Tokens, Head], request: ForwardRequest
-    ) -> TeacherStats:
-        # One model after the other, after each launch.
-        _exchange_nothing(tokens, head, request)
-        _exchange_nothing(tokens, head, request)
-        zeros = head.weight.new_zeros(len(tokens), dtype=torch.float32)
-        nothing = torch.full_like(zeros, -torch.inf)
-        return TeacherStats(Stats(nothing, zeros), nothing, zeros, None)
 
     def keep(
         self,
@@ -84,11 +93,3 @@ class EmptyShard(TorchBackend):
             if not request.hidden.is_local:
                 hidden = request.hidden.start(hidden)()
         return LocalGrads(hidden, zeros(0, dtype=torch.float32) if request.bias else None)
-
-
-def _exchange_nothing(tokens: Tokens, head: Head, request: ForwardRequest) -> None:
-    if request.bounds is None:
-        return
-    nothing = head.weight.new_full((len(tokens),), -torch.inf, dtype=torch.float32)
-    for _ in EXCHANGES:
-        request.bounds(nothing)

@@ -165,7 +165,7 @@ class BackwardRequest:
     # No token's hidden gradient follows from another token. It keeps every column, in one order of
     # sums whatever the number of tokens is, and nothing is stored.
     invariant: bool = False
-    # Needs `Traits.compares_heads`.
+    # Needs `Backend.forward_of_heads`.
     teacher: TeacherPart | None = None
 
 
@@ -207,7 +207,10 @@ class Traits:
     # A chunk's logits have as many bytes as the weight's elements, and the weight's gradient may
     # add up in the weight's dtype; otherwise both take the accumulation dtype.
     narrow_logits: bool
-    compares_heads: bool = False  # `forward_of_heads` and `BackwardRequest.teacher`
+
+
+# Takes the student's tokens and head, the teacher's, and a request with a filter.
+ForwardOfHeads = Callable[[Tokens, Head, tuple[Tokens, Head], ForwardRequest], TeacherStats]
 
 
 class Backend(Protocol):
@@ -221,6 +224,13 @@ class Backend(Protocol):
         """Kernels for step 2, the same on every rank; None: torch merges."""
         ...
 
+    @property
+    def forward_of_heads(self) -> ForwardOfHeads | None:
+        """`forward` of a student's and a teacher's logits, and their forward KL, in one pass; None:
+        there is none, and `BackwardRequest.teacher` is not read. The masses of both score a column
+        by `request.filter`. Both exchange their bounds, the student first."""
+        ...
+
     def pick(self, ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
         """Moves the targets that count, of ids [N], to the front."""
         ...
@@ -229,14 +239,6 @@ class Backend(Protocol):
         self, tokens: Tokens, head: Head, request: ForwardRequest
     ) -> tuple[Stats, Scores | None]:
         """Computes statistics of every token over this shard, [N] each, and the columns' scores."""
-        ...
-
-    def forward_of_heads(
-        self, tokens: Tokens, head: Head, teacher: tuple[Tokens, Head], request: ForwardRequest
-    ) -> TeacherStats:
-        """Computes `forward` of a student's and a teacher's logits, and their forward KL, in one
-        pass. The masses of both score a column by `request.filter`. Both exchange their bounds, the
-        student first. With `Traits.compares_heads` alone."""
         ...
 
     def keep(

@@ -77,7 +77,9 @@ class _Heads:
         if group_size(plan.group) > 1:
             bounds = functools.partial(gather_bounds, group=plan.group)
         request = ForwardRequest(plan.wanted, self.rule, None, bounds, None, self.room)
-        out = plan.backend.forward_of_heads(self.tokens, self.head, self.teacher, request)
+        forward_of_heads = plan.backend.forward_of_heads
+        assert forward_of_heads is not None
+        out = forward_of_heads(self.tokens, self.head, self.teacher, request)
         lse, target_logit = out.student.lse, out.student.target_logit
         first = FirstPass(Sums(lse, out.teacher_lse, out.kl), lse, target_logit)
         return first, out.scores

@@ -27,7 +27,7 @@ LARGEST_PER_MASS = {
 
 @dataclass(frozen=True)
 class Columns:
-    """What is compared: a divergence over K listed ids and, perhaps, a class of all others."""
+    """A divergence of two models over K listed ids, with or without a class of all other ids."""
 
     divergences: Divergences
     rest: bool  # the ids outside are one more class; else both models' p are divided by their sums

@@ -15,6 +15,7 @@ from cce_dist.distillation.function import Objective
 from cce_dist.distillation.loss import (
     DistillationOutput,
     DistillationStat,
+    checked_targets,
     no_targets,
     objective_of,
     output_of,
@@ -46,7 +47,6 @@ from cce_dist.options import (
     LossOptions,
     Reduction,
     require_choice,
-    require_stats,
 )
 from cce_dist.ranks.gather import require
 
@@ -199,13 +199,7 @@ def listed_distillation(
     objective = objective_of(divergence, beta, temperature, alpha)
     require_choice("rest", rest, get_args(Rest))
     require_choice("gradient", gradient, get_args(GradientOfEach))
-    require_stats(stats, get_args(DistillationStat))
-    if "nll" in stats and alpha == 0:
-        raise ValueError('stats "nll" needs alpha > 0, got alpha=0')
-    if targets is None:
-        if alpha:
-            raise ValueError(f"targets must be given with alpha={alpha!r}, got None")
-        targets = no_targets(hidden, sequence_parallel, group)
+    targets = checked_targets(targets, hidden, objective, stats, sequence_parallel, group)
     options = options_of(
         sequence_parallel=sequence_parallel,
         ignore_index=ignore_index,

@@ -98,7 +98,8 @@ def linear_distillation(
 
     Args:
         teacher_hidden: of the same tokens; D and dtype may differ from hidden's.
-        teacher_weight: this rank's rows of the same ids as weight's; further rows are padding.
+        teacher_weight: this rank's rows of the same ids as weight's; further rows are padding, on
+            the last rank, or as many as weight has.
         targets: tokens with `ignore_index` are left out; None, with alpha=0: all tokens count.
         divergence: "forward_kl" KL(p || q), "reverse_kl" KL(q || p), "jsd" beta KL(p || m) +
             (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, or "tvd" sum_v |p_v - q_v| / 2.
@@ -131,13 +132,7 @@ def linear_distillation(
     """
     objective = objective_of(divergence, beta, temperature, alpha)
     require_choice("gradient", gradient, get_args(GradientOfBoth))
-    require_stats(stats, get_args(DistillationStat))
-    if "nll" in stats and alpha == 0:
-        raise ValueError('stats "nll" needs alpha > 0, got alpha=0')
-    if targets is None:
-        if alpha:
-            raise ValueError(f"targets must be given with alpha={alpha!r}, got None")
-        targets = no_targets(hidden, sequence_parallel, group)
+    targets = checked_targets(targets, hidden, objective, stats, sequence_parallel, group)
     inputs = Inputs(hidden, weight, targets, bias, token_weight)
     _require_eager(hidden)
     options = options_of(
@@ -164,7 +159,7 @@ def linear_distillation(
     hidden, weight, targets, bias, token_weight = inputs[:5]
     ranks, shard, shape = validate(inputs, options, group, vocab_shard)
     logits = teacher_softcap, teacher_logit_scale
-    teacher = teacher_of(hidden, *of_teacher, shard, logits)
+    teacher = teacher_of(hidden, *of_teacher, len(weight), shard, logits)
     options = _with_backend(options, objective, teacher)
     plan = plan_of(hidden, targets.numel(), options, ranks, shard)
     picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
@@ -202,7 +197,7 @@ def _divergence_and_nll(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns each token's divergence, and nll where alpha > 0, [N]."""
     tensors = hidden, weight, bias
-    if not call.plan.backend.traits.compares_heads:
+    if call.plan.backend.forward_of_heads is None:
         return Distill.apply(*tensors, teacher, call, objective)
     if not objective.alpha or objective.temperature == 1:
         return DistillByKernels.apply(*tensors, teacher, call, objective)
@@ -275,6 +270,30 @@ def objective_of(divergence: str, beta: float, temperature: float, alpha: float)
     if temperature <= 0:
         raise ValueError(f"temperature must be > 0, got {temperature!r}")
     return Objective(Divergences(divergence, beta), temperature, alpha)  # pyright: ignore[reportArgumentType]
+
+
+def checked_targets(
+    targets: Tensor | None,
+    hidden: Tensor,
+    objective: Objective,
+    stats: tuple[DistillationStat, ...],
+    split: bool,
+    group: object,
+) -> Tensor:
+    """Returns the targets; None stands for tokens that all count.
+
+    Args: split: sequence_parallel.
+    Raises:
+        ValueError: `stats` or `objective` need targets that are not there.
+    """
+    require_stats(stats, get_args(DistillationStat))
+    if "nll" in stats and objective.alpha == 0:
+        raise ValueError('stats "nll" needs alpha > 0, got alpha=0')
+    if targets is not None:
+        return targets
+    if objective.alpha:
+        raise ValueError(f"targets must be given with alpha={objective.alpha!r}, got None")
+    return no_targets(hidden, split, group)
 
 
 def no_targets(hidden: Tensor, split: bool, group: object) -> Tensor:

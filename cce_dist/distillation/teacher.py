@@ -68,6 +68,7 @@ def teacher_of(
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
     teacher_bias: Tensor | None,
+    num_weight_rows: int,  # of the student's weight on this rank, its padding included
     shard: VocabShard,
     logits: tuple[float | None, float],  # softcap and scale
 ) -> Teacher:
@@ -110,6 +111,13 @@ def teacher_of(
         raise ValueError(
             f"teacher_weight must have this rank's rows of the ids [{shard.start}, {shard.stop}), "
             f"got {num_rows} rows, as many as the whole vocabulary has"
+        )
+    if shard.stop < shard.vocab_size and num_rows not in (num_classes, num_weight_rows):
+        # A head that is padded as a whole, then split, has the next rank's first ids here.
+        raise ValueError(
+            f"teacher_weight must have the rows of the ids [{shard.start}, {shard.stop}) alone, or "
+            f"weight's {num_weight_rows}, on a rank that others follow, got {num_rows} rows: split "
+            "the teacher's head where the student's is split"
         )
     size = [num_rows]
     validation.check_vector("teacher_bias", teacher_bias, size, "teacher_weight's rows", hidden)

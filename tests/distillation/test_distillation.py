@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -188,6 +189,17 @@ def test_without_targets_all_tokens_count() -> None:
     torch.testing.assert_close(loss, divergence_reference(z, y, "forward_kl"))
     some = linear_distillation(*given, torch.full(TOKENS, -100))
     assert isinstance(some, Tensor) and not some.any()
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_no_token_has_gradients_of_zero(divergence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Both.make(torch.float64)
+    both.targets.fill_(-100)
+    full_of_nan = functools.partial(torch.full_like, fill_value=torch.nan)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **_: full_of_nan(x))
+    leaves = both.leaves()
+    both.run(leaves, divergence=divergence).loss.sum().backward()
+    assert not any(leaf.grad is None or leaf.grad.any() for leaf in leaves.values())
 
 
 def test_autocast_casts_both_models() -> None:

@@ -111,5 +111,24 @@ def with_a_whole_teacher(group: Any) -> None:
         both.run(leaves, group=group)
 
 
+def with_a_teacher_that_is_padded_and_split(group: Any) -> None:
+    """Its second half begins three ids after the student's."""
+    both, rank = Both.make(torch.float64), dist.get_rank(group)
+    leaves = both.leaves()
+    for name in ("weight", "bias"):
+        leaves[name] = leaves[name].detach().chunk(2)[rank]
+    halves = {
+        name: getattr(both, name).chunk(2)[rank] for name in ("teacher_weight", "teacher_bias")
+    }
+    if rank == 0:
+        rule = r"^teacher_weight must have the rows of the ids \[0, 350\) alone, .* got 353 rows"
+        with pytest.raises(ValueError, match=rule):
+            replace(both, **halves).run(leaves, group=group)
+
+
+def test_a_teacher_that_is_split_elsewhere_is_refused() -> None:
+    shared_pool().run(2, with_a_teacher_that_is_padded_and_split)
+
+
 def test_a_whole_teacher_on_every_rank_is_refused() -> None:
     shared_pool().run(2, with_a_whole_teacher)

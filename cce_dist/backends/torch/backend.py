@@ -10,12 +10,12 @@ from cce_dist.backends.protocol import (
     BackwardRequest,
     ColumnFilter,
     ExpectedBackward,
+    ForwardOfHeads,
     ForwardRequest,
     PairsGrads,
     PairsRequest,
     Room,
     Scores,
-    TeacherStats,
     Traits,
 )
 from cce_dist.backends.torch import forward as torch_forward
@@ -45,6 +45,7 @@ class TorchBackend:
         narrow_logits=False,
     )
     merge_kernels = None
+    forward_of_heads: ForwardOfHeads | None = None
 
     def pick(self, ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
         return pick(ids, ignore_index)
@@ -57,11 +58,6 @@ class TorchBackend:
         if request.screen is not None:
             return screened_statistics(_ready(tokens), head, request)
         return torch_forward.statistics(_ready(tokens), head, request)
-
-    def forward_of_heads(
-        self, tokens: Tokens, head: Head, teacher: tuple[Tokens, Head], request: ForwardRequest
-    ) -> TeacherStats:
-        raise NotImplementedError("cce_dist/distillation/sweep.py computes it in eager torch")
 
     def keep(
         self,

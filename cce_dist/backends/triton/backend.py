@@ -59,7 +59,6 @@ class TritonBackend:
         chooses_in_forward=True,
         in_forward_filters=True,
         narrow_logits=True,
-        compares_heads=True,
     )
     merge_kernels = KERNELS
 

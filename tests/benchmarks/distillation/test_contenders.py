@@ -1,4 +1,4 @@
-"""What the benchmarks of several contenders share: their choice, ratios and imports."""
+"""The choice, ratios and imports of contenders, for all benchmarks that have some."""
 
 from __future__ import annotations
 

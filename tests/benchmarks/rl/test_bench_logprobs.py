@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.fidelity.tenths import ALL
 from benchmarks.rl import contenders
-from benchmarks.rl.contenders import CONTENDERS, Contender, Policy, dense, draw_policy
+from benchmarks.rl.contenders import CONTENDERS, LogprobContender, Policy, dense, draw_policy
 from benchmarks.rl.logprobs import golden_of, tenths_by_probability
 from cce_dist.bench.golden import gradients
 from cce_dist.bench.inputs import Shape, make_inputs
@@ -45,8 +45,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(policy: Policy) -> contenders.Built:
         raise ImportError("not installed")
 
-    monkeypatch.setitem(CONTENDERS, "verl", Contender("peer", fail))
-    monkeypatch.setitem(CONTENDERS, "trl", Contender("peer", CONTENDERS["dense"].build))
+    monkeypatch.setitem(CONTENDERS, "verl", LogprobContender("peer", fail))
+    monkeypatch.setitem(CONTENDERS, "trl", LogprobContender("peer", CONTENDERS["dense"].build))
     names = ["filtered", "exact-plain", "dense", "trl", "verl"]
     path = tmp_path / "rows.csv"
     chosen = [word for name in names for word in ("--method", name)]
