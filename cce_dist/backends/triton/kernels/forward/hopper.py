@@ -8,18 +8,12 @@ Triton interprets no kernel with explicit layouts.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper_softcap import add_softcapped
 from cce_dist.backends.triton.kernels.forward.hopper_state import end_stretch, start_state
 from cce_dist.backends.triton.kernels.forward.hopper_stats import (
-    GROUPS,
     add_plain,
     allocate_sums,
     end_largest,
@@ -32,7 +26,12 @@ from cce_dist.backends.triton.kernels.forward.hopper_sums import (
     partial_sums,
     store_log2_scales,
 )
-from cce_dist.backends.triton.kernels.gluon_names import async_load, thread_barrier
+from cce_dist.backends.triton.kernels.hopper_products import (
+    GROUPS,
+    load_product,
+    product_of,
+    start_stages,
+)
 
 slot_of = gluon.jit(launches.slot_of.fn)
 turns_until = gluon.jit(launches.turns_until.fn)
@@ -66,25 +65,14 @@ def load_tiles(
 ):
     """Loads the operands of `sum_tiles`, in its order, as soon as both groups have released a
     stage."""
-    num_bytes: gl.constexpr = (BLOCK_N + GROUPS * ROWS) * BLOCK_D * hidden.dtype.primitive_bitwidth
     begin, _, split, splits = segment_of(split, splits, V, SEGMENT)
     step = 0
     for turn in range(start_turn, stop_turn):
         column = begin + (split + turn * splits) * (GROUPS * ROWS)
-        for k in range(0, D, BLOCK_D):
-            stage = step % STAGES
-            loaded = full.index(stage)
-            mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-            mbarrier.expect(loaded, num_bytes // 8)
-            async_load(hidden, [block * BLOCK_N, k], loaded, e_tiles.index(stage))
-            for group in gl.static_range(GROUPS):
-                async_load(
-                    weight,
-                    [column + group * ROWS, k],
-                    loaded,
-                    c_tiles.index(GROUPS * stage + group),
-                )
-            step += 1
+        step = load_product(
+            hidden, weight, e_tiles, c_tiles, full, empty, block * BLOCK_N, column, step, D,
+            BLOCK_N, ROWS, BLOCK_D, STAGES,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -163,7 +151,6 @@ def sum_tiles(
     HAS_UNKEPT: gl.constexpr = HAS_SCORE and IS_SCREENED and HAS_SOFTCAP
     step_dims: gl.constexpr = 256 // c_tiles.dtype.primitive_bitwidth
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, step_dims])
-    ACCUMULATOR: gl.constexpr = gl.int32 if c_tiles.dtype.is_int() else gl.float32
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     by_token: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     across: gl.constexpr = gl.SliceLayout(0, layout)
@@ -205,21 +192,9 @@ def sum_tiles(
         total, dropped, unkept = nothing, nothing, nothing
         number = 0
         for at in range(first, turn):
-            x = gl.zeros((ROWS, BLOCK_N), ACCUMULATOR, layout)
-            for k in range(0, D, BLOCK_D):
-                stage = step % STAGES
-                mbarrier.wait(full.index(stage), step // STAGES & 1)
-                c = c_tiles.index(GROUPS * stage + group)
-                e = e_tiles.index(stage).permute((1, 0))
-                x = warpgroup_mma(c, e, x, use_acc=k > 0, is_async=True)
-                x = warpgroup_mma_wait(1, deps=(x,))
-                # One warp signals for all four that they have finished the product before.
-                thread_barrier()
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-                step += 1
-            x = warpgroup_mma_wait(0, deps=(x,))
-            thread_barrier()
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+            x, step = product_of(
+                e_tiles, c_tiles, full, empty, group, step, D, BLOCK_D, STAGES, layout, False
+            )
             first_column = begin + ((turn_split + at * turn_splits) * GROUPS + group) * ROWS
             columns = first_column + rows
             inside = columns < end
@@ -349,11 +324,7 @@ def hopper_forward_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     of_token = gl.allocate_shared_memory(gl.float32, [4 * GROUPS, BLOCK_N], plain)
     stat_tiles = allocate_sums(BLOCK_N, HAS_SURPLUS, HAS_SQUARES, HAS_MOMENTS)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=GROUPS)
+    full, empty = start_stages(STAGES)
     gl.warp_specialize(
         [
             (

@@ -6,16 +6,10 @@ parts, so that a thread never holds logits and probabilities of all of them.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper import (
-    GROUPS,
     load_tiles,
     place_of,
     slot_of,
@@ -32,7 +26,7 @@ from cce_dist.backends.triton.kernels.forward.hopper_sums import (
     whole_sum,
     with_rows_of,
 )
-from cce_dist.backends.triton.kernels.gluon_names import thread_barrier
+from cce_dist.backends.triton.kernels.hopper_products import GROUPS, product_of, start_stages
 
 
 @gluon.jit
@@ -134,21 +128,9 @@ def keep_tiles(
     total = partial_sums(gl.zeros((ROWS, BLOCK_N), gl.float32, layout), ROWS, BLOCK_N)
     step = 0
     for turn in range(0, num_turns):
-        x = gl.zeros((ROWS, BLOCK_N), gl.float32, layout)
-        for k in range(0, D, BLOCK_D):
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), step // STAGES & 1)
-            c = c_tiles.index(GROUPS * stage + group)
-            e = e_tiles.index(stage).permute((1, 0))
-            x = warpgroup_mma(c, e, x, use_acc=k > 0, is_async=True)
-            x = warpgroup_mma_wait(1, deps=(x,))
-            # One warp signals for all four that they have finished the product before.
-            thread_barrier()
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-            step += 1
-        x = warpgroup_mma_wait(0, deps=(x,))
-        thread_barrier()
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        x, step = product_of(
+            e_tiles, c_tiles, full, empty, group, step, D, BLOCK_D, STAGES, layout, False
+        )
         columns = ((split + turn * splits) * GROUPS + group) * ROWS + rows
         bias = 0.0
         if HAS_BIAS:
@@ -204,11 +186,7 @@ def hopper_logits_kernel(
     )
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ref_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, BLOCK_N], plain)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=GROUPS)
+    full, empty = start_stages(STAGES)
     gl.warp_specialize(
         [
             (

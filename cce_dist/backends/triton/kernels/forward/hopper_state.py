@@ -5,8 +5,9 @@ from triton.experimental.gluon import language as gl
 
 from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward import launches
-from cce_dist.backends.triton.kernels.forward.hopper_stats import GROUPS, take_sum
+from cce_dist.backends.triton.kernels.forward.hopper_stats import take_sum
 from cce_dist.backends.triton.kernels.forward.hopper_sums import whole_sum
+from cce_dist.backends.triton.kernels.hopper_products import GROUPS
 
 exp2_of = gluon.jit(numbers.exp2_of.fn)
 merged_reference = gluon.jit(launches.merged_reference.fn)

@@ -19,8 +19,8 @@ from cce_dist.backends.triton.kernels.forward.hopper_sums import (
     split_tokens,
     with_rows_of,
 )
+from cce_dist.backends.triton.kernels.hopper_products import GROUPS
 
-GROUPS = gl.constexpr(2)
 # A column is stored as what it lacks to this number: of equal products the lowest column wins.
 NO_COLUMN = gl.constexpr(2**31 - 1)
 

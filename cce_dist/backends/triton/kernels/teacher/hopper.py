@@ -9,14 +9,17 @@ KL and the dropped mass read them. But for that rounding the results are those o
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper_state import start_state
-from cce_dist.backends.triton.kernels.forward.hopper_stats import GROUPS
 from cce_dist.backends.triton.kernels.forward.hopper_sums import join_tokens, split_tokens
-from cce_dist.backends.triton.kernels.teacher.hopper_products import load_both, product_of
+from cce_dist.backends.triton.kernels.hopper_products import (
+    GROUPS,
+    load_product,
+    product_of,
+    start_stages,
+)
 
 slot_of = gluon.jit(launches.slot_of.fn)
 turns_before = gluon.jit(launches.turns_before.fn)
@@ -29,6 +32,42 @@ exp2_of = gluon.jit(numbers.exp2_of.fn)
 LEAST = gl.constexpr(-60000.0)
 # Parts of a tile's columns.
 PARTS = gl.constexpr(4)
+
+
+@gluon.jit
+def load_both(
+    hidden,
+    weight,
+    teacher_hidden,
+    teacher_weight,
+    e_tiles,
+    c_tiles,
+    full,
+    empty,
+    block,
+    split,
+    splits,
+    start_turn,
+    stop_turn,
+    D,
+    D_TEACHER,
+    BLOCK_N: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Loads the operands of `sum_both`, in its order."""
+    step = 0
+    for turn in range(start_turn, stop_turn):
+        column = (split + turn * splits) * (GROUPS * ROWS)
+        step = load_product(
+            hidden, weight, e_tiles, c_tiles, full, empty, block * BLOCK_N, column, step, D,
+            BLOCK_N, ROWS, BLOCK_D, STAGES,
+        )  # fmt: skip
+        step = load_product(
+            teacher_hidden, teacher_weight, e_tiles, c_tiles, full, empty, block * BLOCK_N, column,
+            step, D_TEACHER, BLOCK_N, ROWS, BLOCK_D, STAGES,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -144,9 +183,11 @@ def sum_both(
             first_column = ((split + number * splits) * GROUPS + group) * ROWS
             columns = first_column + rows
             x, step = product_of(
-                e_tiles, c_tiles, full, empty, bias_ptr, group, columns, step, V, D, BLOCK_N, ROWS,
-                BLOCK_D, STAGES, HAS_BIAS, LAYOUT,
-            )  # fmt: skip
+                e_tiles, c_tiles, full, empty, group, step, D, BLOCK_D, STAGES, LAYOUT, True
+            )
+            if HAS_BIAS:
+                bias = gl.load(bias_ptr + columns, mask=columns < V, other=0.0)
+                x += bias.to(gl.float32)[None, :]
             x = x * factor - ref[:, None]
             if first_column + ROWS > V:
                 x = gl.where((columns < V)[None, :], x, float("-inf"))
@@ -155,9 +196,11 @@ def sum_both(
             total += gl.sum(q, 1)
             mass = gl.convert_layout(gl.sum(q, 0), by_column)
             y, step = product_of(
-                e_tiles, c_tiles, full, empty, teacher_bias_ptr, group, columns, step, V, D_TEACHER,
-                BLOCK_N, ROWS, BLOCK_D, STAGES, TEACHER_HAS_BIAS, LAYOUT,
-            )  # fmt: skip
+                e_tiles, c_tiles, full, empty, group, step, D_TEACHER, BLOCK_D, STAGES, LAYOUT, True
+            )
+            if TEACHER_HAS_BIAS:
+                bias = gl.load(teacher_bias_ptr + columns, mask=columns < V, other=0.0)
+                y += bias.to(gl.float32)[None, :]
             y = y * teacher_factor - teacher_ref[:, None]
             if first_column + ROWS > V:
                 y = gl.where((columns < V)[None, :], y, numbers.LOWEST)
@@ -258,11 +301,7 @@ def hopper_teacher_kernel(
     waiting = gl.allocate_shared_memory(gl.float16, [GROUPS, BLOCK_N, ROWS], by_tile)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     drops = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], plain)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=GROUPS)
+    full, empty = start_stages(STAGES)
     gl.warp_specialize(
         [
             (

@@ -1,4 +1,4 @@
-"""Products of Hopper's forward of two heads: their loads, and their sums in registers."""
+"""Products on Hopper: one warp loads, GROUPS of four warps multiply and release what it loaded."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,8 +8,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cce_dist.backends.triton.kernels.forward.hopper_stats import GROUPS
 from cce_dist.backends.triton.kernels.gluon_names import async_load, thread_barrier
+
+GROUPS = gl.constexpr(2)
+
+
+@gluon.jit
+def start_stages(STAGES: gl.constexpr):
+    """Returns the barriers of the stages: loaded, and released by all groups."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    return full, empty
 
 
 @gluon.jit
@@ -29,7 +41,8 @@ def load_product(
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Loads the operands of a tile's product, as soon as both groups have released a stage."""
+    """Loads the operands of a tile's product, as soon as both groups have released a stage; returns
+    the next step."""
     num_bytes: gl.constexpr = (BLOCK_N + GROUPS * ROWS) * BLOCK_D * hidden.dtype.primitive_bitwidth
     for k in range(0, D, BLOCK_D):
         stage = step % STAGES
@@ -46,68 +59,37 @@ def load_product(
 
 
 @gluon.jit
-def load_both(
-    hidden,
-    weight,
-    teacher_hidden,
-    teacher_weight,
-    e_tiles,
-    c_tiles,
-    full,
-    empty,
-    block,
-    split,
-    splits,
-    start_turn,
-    stop_turn,
-    D,
-    D_TEACHER,
-    BLOCK_N: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Loads the operands of `sum_both`, in its order."""
-    step = 0
-    for turn in range(start_turn, stop_turn):
-        column = (split + turn * splits) * (GROUPS * ROWS)
-        step = load_product(
-            hidden, weight, e_tiles, c_tiles, full, empty, block * BLOCK_N, column, step, D,
-            BLOCK_N, ROWS, BLOCK_D, STAGES,
-        )  # fmt: skip
-        step = load_product(
-            teacher_hidden, teacher_weight, e_tiles, c_tiles, full, empty, block * BLOCK_N, column,
-            step, D_TEACHER, BLOCK_N, ROWS, BLOCK_D, STAGES,
-        )  # fmt: skip
-
-
-@gluon.jit
 def product_of(
     e_tiles,
     c_tiles,
     full,
     empty,
-    bias_ptr,
     group,
-    columns,
     step,
-    V,
     D,
-    BLOCK_N: gl.constexpr,
-    ROWS: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
     LAYOUT: gl.constexpr,
+    BY_TOKEN: gl.constexpr,
 ):
-    """Computes E . C + bias of the group's columns, [BLOCK_N, ROWS] fp32; returns the next step,
-    too."""
-    x = gl.zeros((BLOCK_N, ROWS), gl.float32, LAYOUT)
+    """Computes E . C of the group's columns, in int32 for 8-bit integers, else in fp32: [BLOCK_N,
+    ROWS] if BY_TOKEN, else [ROWS, BLOCK_N]. Returns it and the next step."""
+    BLOCK_N: gl.constexpr = e_tiles.shape[1]
+    ROWS: gl.constexpr = c_tiles.shape[1]
+    ACCUMULATOR: gl.constexpr = gl.int32 if c_tiles.dtype.is_int() else gl.float32
+    if BY_TOKEN:
+        x = gl.zeros((BLOCK_N, ROWS), ACCUMULATOR, LAYOUT)
+    else:
+        x = gl.zeros((ROWS, BLOCK_N), ACCUMULATOR, LAYOUT)
     for k in range(0, D, BLOCK_D):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
-        c = c_tiles.index(GROUPS * stage + group).permute((1, 0))
-        x = warpgroup_mma(e_tiles.index(stage), c, x, use_acc=k > 0, is_async=True)
+        c = c_tiles.index(GROUPS * stage + group)
+        e = e_tiles.index(stage)
+        if BY_TOKEN:
+            x = warpgroup_mma(e, c.permute((1, 0)), x, use_acc=k > 0, is_async=True)
+        else:
+            x = warpgroup_mma(c, e.permute((1, 0)), x, use_acc=k > 0, is_async=True)
         x = warpgroup_mma_wait(1, deps=(x,))
         # One warp signals for all four that they have finished the product before.
         thread_barrier()
@@ -116,7 +98,4 @@ def product_of(
     x = warpgroup_mma_wait(0, deps=(x,))
     thread_barrier()
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-    if HAS_BIAS:
-        bias = gl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(gl.float32)
-        x += bias[None, :]
     return x, step
