@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ from cce_dist.testing.interpreter import speed_up_interpreter
 # Time that the other ranks have to fail or finish after one rank has failed.
 GRACE_SECONDS = 5.0
 START_SECONDS = 120.0
+# A rank writes its threads' stacks at this part of the time that it has for an answer.
+STACKS_AT = 0.9
 
 
 class RankError(RuntimeError):
@@ -98,11 +100,12 @@ class RankPool:
         try:
             if not self._workers:
                 self._start()
-            payload = pickle.dumps((first_rank, world_size, function, args))
+            seconds = timeout or self.timeout
+            payload = pickle.dumps((first_rank, world_size, seconds, function, args))
             connections = self._connections[first_rank : first_rank + world_size]
             for connection in connections:
                 connection.send_bytes(payload)
-            results, failures = self._collect(connections, timeout or self.timeout)
+            results, failures = self._collect(connections, seconds)
         except BaseException:
             self.close()
             raise
@@ -160,8 +163,9 @@ class RankPool:
             answered = wait(list(pending), max(deadline - time.monotonic(), 0))
             ready = [connection for connection in pending if connection in answered]
             if not ready:
-                for rank in pending.values():
-                    failures[rank] = (f"no answer in {timeout:.0f} s; the pool was killed", "")
+                for connection, rank in pending.items():
+                    message = f"no answer in {timeout:.0f} s; the pool was killed"
+                    failures[rank] = (message, self._stacks(connection))
                 broken = True
                 break
             for connection in ready:
@@ -181,10 +185,14 @@ class RankPool:
             self.close()
         return results, failures
 
+    def _stacks(self, connection: Connection) -> str:
+        """Returns the stacks that a rank's process has written."""
+        assert self._folder is not None
+        return _stacks_of(self._folder, self._connections.index(connection)).read_text()
+
     def _death(self, connection: Connection, error: Exception) -> tuple[str, str]:
         """Returns the failure of a rank whose process ended: its message and its stacks."""
-        assert self._folder is not None
-        stacks = _stacks_of(self._folder, self._connections.index(connection)).read_text()
+        stacks = self._stacks(connection)
         cause = "" if stacks else "; it exited or was killed, perhaps for want of memory"
         return f"the process died: {error!r}{cause}", stacks
 
@@ -228,7 +236,7 @@ def _serve_all(prepare: Callable[[], object] | None, ranks: Sequence[tuple[Any, 
 
 
 def _stacks_of(folder: str | Path, rank: int) -> Path:
-    """The file in which a rank's process leaves its threads' stacks if a signal ends it."""
+    """The file in which a rank's process leaves its threads' stacks: at a signal, or when late."""
     return Path(folder, f"stacks{rank}")
 
 
@@ -257,21 +265,26 @@ def _serve(rank: int, size: int, store_path: str, connection: Connection, backen
     with contextlib.suppress(EOFError, OSError):
         while True:
             payload = connection.recv_bytes()
-            connection.send_bytes(_answer(payload, groups))
+            connection.send_bytes(_answer(payload, groups, stacks))
 
 
-def _answer(payload: bytes, groups: dict[tuple[int, int], Any]) -> bytes:
+def _answer(payload: bytes, groups: dict[tuple[int, int], Any], stacks: IO[str]) -> bytes:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             # The exception that pyproject.toml makes for the tests.
             warnings.filterwarnings("ignore", module=r"triton\.runtime\.interpreter")
-            first, count, function, args = pickle.loads(payload)
+            first, count, seconds, function, args = pickle.loads(payload)
+            stacks.seek(0)
+            stacks.truncate()
+            faulthandler.dump_traceback_later(STACKS_AT * seconds, file=stacks)
             return pickle.dumps((None, function(groups[first, count], *args)))
     # pytest.raises fails by an exception that is no Exception.
     except BaseException as error:
         message = f"{type(error).__name__}: {error}"
         return pickle.dumps(((message, traceback.format_exc()), None))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class CollectiveCounter(TorchDispatchMode):
