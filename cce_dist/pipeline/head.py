@@ -87,7 +87,7 @@ class PipelineHead:
         all-gather of hidden first, and a reduce-scatter. Reduction "none" adds a group, and a
         broadcast of 4 N bytes over it. With gradient="filtered" and the Triton backend a step
         begins with the all-gather of `FrequentRows` over vocab_group; with logits="screened" so
-        does a step without gradients. On GPUs three microbatches of zeros warm the head up.
+        does a step without gradients. On GPUs three steps of made-up microbatches warm it up.
     Determinism: the same as the loss's.
     Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
     """

@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cce_dist.backends.triton.launch import replay
+from cce_dist.backends.triton.launch.steps import Recording
 from cce_dist.pipeline.embedding import TiedEmbedding
 from cce_dist.pipeline.schedules.last_stage import LastStageLoss
+from cce_dist.pipeline.warm_up import run_every_phase
 from tests.pipeline.pipeline_promises import Promise
 from tests.pipeline.pipeline_setup import (
     MICROBATCH,
@@ -208,3 +211,28 @@ def evaluate_between(group: Any, setup: Setup) -> None:
     head.close()
     if embedding is not None:
         embedding.close()
+
+
+def play_from_the_start(group: Any, setup: Setup) -> int:
+    """A warmed-up head's first steps and evaluations have no new kind of call: each is played.
+
+    Returns: the number of kinds.
+    """
+    replay.forget_recordings()
+    model = Model.make(setup, dist.get_world_size(group) * setup.stages_of_a_rank)
+    head = make_head(setup, model, group)
+    run_every_phase(head)
+    assert head.weight.grad is None and head.grads._rows is None
+    warm = [dict(function.kinds) for function in replay._functions]
+    stages = make_stages(setup, model, group)
+    schedule, _, serving = make_served(setup, stages, head)
+    args, kwargs = arguments(stages, model)
+    with serving():
+        schedule.step(*args, **kwargs)
+    with serving(backward=False), torch.no_grad():
+        schedule.eval(*args, **kwargs)
+    for function, before in zip(replay._functions, warm, strict=True):
+        for kind in function.kinds:
+            assert isinstance(before.get(kind), Recording), (function.__name__, kind)
+    head.close()
+    return sum(map(len, warm))

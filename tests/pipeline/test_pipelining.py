@@ -18,6 +18,7 @@ from tests.pipeline.pipeline_jobs import (
     evaluate_between,
     many_steps,
     on_last_stage,
+    play_from_the_start,
     train,
 )
 from tests.pipeline.pipeline_mistakes import (
@@ -199,6 +200,15 @@ def test_triton(pools: dict[int, RankPool]) -> None:
     options = LossOptions(reduction="sum", backend="triton")
     setup = Setup("gpipe", microbatches=2, dtype=torch.float32, options=options)
     pools[2].run(2, train, setup, 1e-5, 1)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("gradient", ["filtered", "exact"])
+def test_nothing_starts_late(pools: dict[int, RankPool], gradient: str) -> None:
+    """A kernel's first start waits for the device, and within a step so for other ranks."""
+    options = LossOptions(reduction="sum", backend="triton", gradient=gradient)  # pyright: ignore
+    setup = Setup("gpipe", microbatches=2, dtype=torch.float32, options=options)
+    assert min(pools[2].run(2, play_from_the_start, setup)) >= 4
 
 
 @pytest.mark.interpreter
