@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 ROOT = 0
-# The Triton backend records the second call of a kind, and plays the third: with operators of its own,
-# such as the one that fills its memory with zeros.
+# The Triton backend records the second call of a kind, and plays the third, which has operators of
+# its own, such as the one that fills its memory with zeros.
 ROUNDS = 3
 
 
