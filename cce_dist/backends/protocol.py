@@ -298,9 +298,14 @@ class Backend(Protocol):
         """Makes memory for every logit of a chunk of tokens: gradient="in_forward"."""
         ...
 
-    def scores_like(self, num_tokens: int, num_columns: int, weight: Tensor) -> Scores | None:
+    def scores_like(
+        self, num_tokens: int, num_columns: int, weight: Tensor, *, has_teacher: bool = False
+    ) -> Scores | None:
         """Makes uninitialised scores of the right shapes, on weight's device, for torch.compile.
-        Returns None if there are no scores, or if their shapes depend on values."""
+        Returns None if there are no scores, or if their shapes depend on values.
+
+        Args: has_teacher: the scores of `forward_of_heads`.
+        """
         ...
 
     def warm_up(

@@ -23,6 +23,7 @@ from cce_dist.distillation.sweep import (
     gradients,
     second_pass,
 )
+from cce_dist.frontend.reduction import PickedTokens, TokenLoss
 from cce_dist.ranks.gather import all_gather, require, require_same_sizes
 from cce_dist.ranks.merge_header import NUM_DIGITS, RULE, encode, flaw, is_sound
 
@@ -42,6 +43,16 @@ class Objective:
     divergences: Divergences
     temperature: float
     alpha: float
+
+
+class Computed(NamedTuple):
+    """Each token's values, and what makes a loss of them."""
+
+    value: Tensor  # [N], the divergence
+    nll: Tensor | None  # [N], where alpha > 0
+    terms: TokenLoss
+    picked: PickedTokens
+    shape: torch.Size  # targets'
 
 
 class Distill(torch.autograd.Function):

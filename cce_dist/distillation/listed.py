@@ -11,7 +11,7 @@ from torch import Tensor
 from cce_dist.core.types import accumulate_dtype
 from cce_dist.distillation.columns import Columns
 from cce_dist.distillation.divergences import Divergence
-from cce_dist.distillation.function import Objective
+from cce_dist.distillation.function import Computed, Objective
 from cce_dist.distillation.loss import (
     DistillationOutput,
     DistillationStat,
@@ -230,8 +230,9 @@ def listed_distillation(
     counts = listed.counts
     picked = PickedTokens(listed.targets, None, counts.sum(dtype=torch.int32).view(1), counts)
     terms = TokenLoss.of(picked, options, local_of(token_weight), None, hidden)
+    computed = Computed(value, nll, terms, picked, listed.shape)
     return listed.wrap(
-        output_of(value, nll, terms, picked, listed.shape, (reduction, shift, stats, alpha))  # pyright: ignore[reportArgumentType]
+        output_of(computed, (reduction, shift, stats, alpha))  # pyright: ignore[reportArgumentType]
     )
 
 

@@ -16,7 +16,7 @@ from cce_dist.algorithm.plan import Plan, plan_of
 from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
 from cce_dist.distillation.by_kernels import DistillByKernels
 from cce_dist.distillation.divergences import Divergence, Divergences
-from cce_dist.distillation.function import Distill, Objective, Teacher
+from cce_dist.distillation.function import Computed, Distill, Objective, Teacher
 from cce_dist.distillation.teacher import local_teacher, teacher_of
 from cce_dist.frontend import validation
 from cce_dist.frontend.inputs import Inputs, options_of
@@ -119,7 +119,7 @@ def linear_distillation(
         shape. A DistillationOutput if `stats` is not empty.
     Raises:
         ValueError: an argument is not supported; the message says which. So are teacher tensors
-            that require grad, and calls within torch.compile.
+            that require grad.
     DTensors: as in `linear_cross_entropy`; the teacher's lie as the student's do.
     Collectives on `group`: forward one all-gather of 12 N + 32 bytes (20 N + 32 with alpha), and
         one of 8 N for "jsd" and "tvd"; kernels eight of 4 N before it. Backward those of
@@ -134,7 +134,6 @@ def linear_distillation(
     require_choice("gradient", gradient, get_args(GradientOfBoth))
     targets = checked_targets(targets, hidden, objective, stats, sequence_parallel, group)
     inputs = Inputs(hidden, weight, targets, bias, token_weight)
-    _require_eager(hidden)
     options = options_of(
         sequence_parallel=sequence_parallel,
         ignore_index=ignore_index,
@@ -156,20 +155,46 @@ def linear_distillation(
     inputs, options, group, vocab_shard, parts = enter(inputs, options, group, vocab_shard)
     of_teacher = (teacher_hidden, teacher_weight, teacher_bias)
     of_teacher = local_teacher(hidden, weight, *of_teacher, parts)
+    options = _with_backend(options, objective, of_teacher[1])
+    logits = teacher_softcap, teacher_logit_scale
+    arguments = (inputs, of_teacher, logits, options, group, vocab_shard, objective)
+    if is_traced():
+        # The module imports the compiler, which a tracing caller has imported already.
+        from cce_dist.distillation.compiled import compute as trace
+
+        computed = trace(*arguments)
+    else:
+        compute_here = compute
+        if is_fake(inputs.hidden):
+            from cce_dist.distillation.compiled import compute as compute_here
+        with unseen_by_checkpointing():
+            computed = compute_here(*arguments)
+    result = output_of(computed, (reduction, options.shift, stats, alpha))
+    return result if parts is None else parts.wrap(result)
+
+
+def compute(
+    inputs: Inputs,
+    of_teacher: tuple[Tensor, Tensor, Tensor | None],
+    logits: tuple[float | None, float],  # the teacher's softcap and scale
+    options: LossOptions,
+    group: Group | DeviceMesh | None,
+    vocab_shard: VocabShard | None,
+    objective: Objective,
+) -> Computed:
+    """Computes each token's values of plain tensors eagerly."""
     hidden, weight, targets, bias, token_weight = inputs[:5]
     ranks, shard, shape = validate(inputs, options, group, vocab_shard)
-    logits = teacher_softcap, teacher_logit_scale
     teacher = teacher_of(hidden, *of_teacher, len(weight), shard, logits)
-    options = _with_backend(options, objective, teacher)
     plan = plan_of(hidden, targets.numel(), options, ranks, shard)
     picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
-    validation.check_target_range(picked.targets, shard.vocab_size, ignore_index, picked.in_range)
+    of_range = (shard.vocab_size, options.ignore_index, picked.in_range)
+    validation.check_target_range(picked.targets, *of_range)
     terms = TokenLoss.of(picked, options, token_weight, None, hidden)
     call, flat = _call_of(plan, picked, hidden), hidden.reshape(-1, hidden.shape[-1])
-    with without_autocast(hidden.device.type), unseen_by_checkpointing():
+    with without_autocast(hidden.device.type):
         value, nll = _divergence_and_nll(flat, weight, bias, teacher, call, objective)
-    result = output_of(value, nll, terms, picked, shape, (reduction, options.shift, stats, alpha))
-    return result if parts is None else parts.wrap(result)
+    return Computed(value, nll, terms, picked, shape)
 
 
 def _call_of(plan: Plan, picked: PickedTokens, hidden: Tensor) -> Call:
@@ -206,7 +231,9 @@ def _divergence_and_nll(
     return value, TwoPass.apply(*tensors, None, call)[0]
 
 
-def _with_backend(options: LossOptions, objective: Objective, teacher: Teacher) -> LossOptions:
+def _with_backend(
+    options: LossOptions, objective: Objective, teacher_weight: object
+) -> LossOptions:
     """Returns the options with backend "torch" where kernels cannot compute the call.
 
     Raises:
@@ -217,7 +244,7 @@ def _with_backend(options: LossOptions, objective: Objective, teacher: Teacher) 
         reason = f'divergence="forward_kl", got {objective.divergences.name!r}'
     elif options.gradient != "filtered":
         reason = f'gradient="filtered", got {options.gradient!r}'
-    elif teacher.weight.dtype == torch.float64:
+    elif getattr(teacher_weight, "dtype", None) == torch.float64:
         reason = "a teacher in bf16, fp16 or fp32, got float64"
     if reason is None:
         return options
@@ -226,22 +253,11 @@ def _with_backend(options: LossOptions, objective: Objective, teacher: Teacher) 
     return replace(options, backend="torch")
 
 
-def _require_eager(hidden: Tensor) -> None:
-    if is_traced() or is_fake(hidden):
-        raise ValueError(
-            "linear_distillation does not run within torch.compile or on fake tensors: call it "
-            "outside of the compiled region"
-        )
-
-
 def output_of(
-    value: Tensor,
-    nll: Tensor | None,
-    terms: TokenLoss,
-    picked: PickedTokens,
-    shape: torch.Size,
+    computed: Computed,
     options: tuple[Reduction, int, tuple[DistillationStat, ...], float],
 ) -> Tensor | DistillationOutput:
+    value, nll, terms, picked, shape = computed
     reduction, shift, stats, alpha = options
     each = value if nll is None else (1 - alpha) * value + alpha * nll
     each = terms.per_token(each, each, None, slice(None))

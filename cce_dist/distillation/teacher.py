@@ -12,6 +12,7 @@ from cce_dist.frontend import validation
 from cce_dist.frontend.dtensor import LocalParts, arrived, is_dtensor
 from cce_dist.frontend.inputs import options_of
 from cce_dist.frontend.prepare import cast_by_autocast
+from cce_dist.options import Filter, Screen
 from cce_dist.vocab_shard import VocabShard
 
 
@@ -127,9 +128,9 @@ def teacher_of(
                 f"{name} must not require grad: linear_distillation has gradients by the student's "
                 "tensors alone; compute the teacher under torch.no_grad(), or pass detach()"
             )
-    softcap, logit_scale = logits
-    # Its checks are those of the student's options.
-    checked = options_of(softcap=softcap, logit_scale=logit_scale)
+    # The checks of the student's options.
+    names = {"softcap": logits[0], "logit_scale": logits[1]}
+    checked = options_of(**names, filter=Filter(), screen=Screen())
     return Teacher(
         teacher_hidden.reshape(-1, shape[-1]),
         teacher_weight[:num_classes],

@@ -156,9 +156,17 @@ def _option_values(options: LossOptions) -> tuple[Any, ...]:
     for name in OPTIONS:
         value = getattr(options, name)
         if name in NESTED and isinstance(value, NESTED[name][0]):
-            value = tuple(getattr(value, field) for field in NESTED[name][1])
-        values.append(value)
+            value = tuple(constant(getattr(value, field)) for field in NESTED[name][1])
+        values.append(constant(value))
     return tuple(values)
+
+
+def constant(value: Any) -> Any:
+    """Makes a traced float a constant, by a method that the tracer cannot put into its graph.
+
+    A float that had another value in an earlier call is a symbol, which `_bind` cannot take.
+    """
+    return float.fromhex(value.hex()) if type(value) is float else value
 
 
 def _refuse_tensors(quantized_weight: Any, grad_weight_into: Tensor | None) -> None:

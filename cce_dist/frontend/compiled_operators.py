@@ -74,7 +74,7 @@ class OperatorContext:
     def mark_non_differentiable(self, *_: Tensor) -> None: ...
 
 
-def _call(
+def call_of(
     plan: Plan,
     class_weight: Tensor | None,
     rows: Tensor,
@@ -105,7 +105,7 @@ def _of_known(scale: Tensor | None, call: Call) -> Tensor | None:
     return None if scale is None else scale[: call.local_targets.shape[0]]
 
 
-def _padded(values: Tensor, size: int) -> Tensor:
+def padded(values: Tensor, size: int) -> Tensor:
     short = size - values.shape[0]
     return values if short == 0 else torch.cat([values, values.new_zeros(short)])
 
@@ -136,26 +136,26 @@ def two_pass(
     """
     bound, size = BOUND[key], len(rows)
     plan = bound.plan(hidden, size, needs)
-    call = _call(plan, class_weight, rows, local_targets, count, any(needs))
+    call = call_of(plan, class_weight, rows, local_targets, count, any(needs))
     ctx: Any = OperatorContext(needs)
     scale = _of_known(scale, call)
     with torch.autocast(hidden.device.type, enabled=False):
         nll, lse, smooth, entropy, *plain = TwoPass.forward(ctx, hidden, weight, bias, scale, call)
     nothing = lse.new_empty(0)
-    outputs = [nothing if x is None else _padded(x, size) for x in (nll, lse, smooth, entropy)]
-    others = [_padded(x, size) for x in plain if x is not None]
+    outputs = [nothing if x is None else padded(x, size) for x in (nll, lse, smooth, entropy)]
+    others = [padded(x, size) for x in plain if x is not None]
     state: list[Tensor] = []
     if call.record and plan.backend.traits.counts_on_device:
         _, _, _, _, _, _, target_logit, _, *tensors = ctx.saved_tensors
         selection: Selection = put_together(ctx.selection, iter(tensors))
         scores = selection.scores if selection.kept is None else selection.kept.scores
         state = [target_logit, *take_apart(scores)[1]]
-    apart = _apart([*outputs, *others, *state])
+    tensors = apart([*outputs, *others, *state])
     end = 4 + len(others)
-    return (*apart[:4], apart[4:end], apart[end:])  # pyright: ignore[reportReturnType]
+    return (*tensors[:4], tensors[4:end], tensors[end:])  # pyright: ignore[reportReturnType]
 
 
-def _apart(tensors: list[Tensor]) -> list[Tensor]:
+def apart(tensors: list[Tensor]) -> list[Tensor]:
     """Copies each tensor that shares memory with an earlier one: operators may not return views."""
     seen: set[int] = set()
     out = []
@@ -242,7 +242,7 @@ def two_pass_backward(
     """Runs `TwoPass.backward`. Returns the gradients that hidden, weight, bias and scale need."""
     bound = BOUND[key]
     plan = bound.plan(hidden, len(rows), needs)
-    call = _call(plan, class_weight, rows, local_targets, count, record=True)
+    call = call_of(plan, class_weight, rows, local_targets, count, record=True)
     known = _of_known(scale, call)
     if state:
         target_logit, *tensors = state
@@ -269,7 +269,7 @@ def two_pass_backward(
     if not plan.backend.traits.counts_on_device:
         upstream = tuple(None if x is None else x[: call.local_targets.shape[0]] for x in upstream)
     *grads, grad_scale, _ = TwoPass.backward(ctx, *upstream)
-    grads.append(None if grad_scale is None else _padded(grad_scale, len(rows)))
+    grads.append(None if grad_scale is None else padded(grad_scale, len(rows)))
     inputs = (hidden, weight, bias, scale)
     return [
         torch.zeros_like(x) if grad is None else grad

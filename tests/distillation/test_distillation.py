@@ -327,10 +327,3 @@ def test_refused(name: str) -> None:
     tensors = {key: changes.pop(key) for key in list(changes) if hasattr(both, key)}
     with pytest.raises(ValueError, match=rule):
         replace(both, **tensors).run(both.leaves(), **changes)
-
-
-def test_refused_within_torch_compile() -> None:
-    both = Both.make(torch.float32)
-    given = (both.hidden, both.weight, both.teacher_hidden, both.teacher_weight)
-    with pytest.raises(Exception, match=r"linear_distillation does not run within torch.compile"):
-        torch.compile(linear_distillation, fullgraph=True, backend="eager")(*given)

@@ -110,7 +110,9 @@ class TorchBackend:
         dtype = accumulate_dtype(weight.dtype)
         return weight.new_empty((num_tokens, weight.shape[0]), dtype=dtype)
 
-    def scores_like(self, num_tokens: int, num_columns: int, weight: Tensor) -> None:
+    def scores_like(
+        self, num_tokens: int, num_columns: int, weight: Tensor, *, has_teacher: bool = False
+    ) -> None:
         return None
 
     def warm_up(

@@ -331,6 +331,20 @@ def test_other_numbers_of_tokens_take_one_more_graph() -> None:
     assert counter.frame_count == 2
 
 
+def test_options_that_change() -> None:
+    """The compiler makes a symbol of a float that has another value in a later call."""
+
+    def run(inputs: dict[str, Tensor], softcap: float, keep: float) -> Any:
+        return linear_cross_entropy(**inputs, softcap=softcap, filter=Filter(keep=keep))
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    inputs = made(torch.float64)
+    for numbers in ((30.0, 0.01), (20.0, 0.01), (10.0, 0.02)):
+        torch.testing.assert_close(
+            compiled(inputs, *numbers), run(inputs, *numbers), rtol=1e-13, atol=0
+        )
+
+
 def test_heads_of_several_sizes() -> None:
     def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> Any:
         return linear_cross_entropy(hidden, weight, targets, **{"filter": SOME})

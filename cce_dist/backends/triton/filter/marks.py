@@ -69,12 +69,17 @@ class Marks:
         return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
     @classmethod
-    def like(cls, num_tokens: int, num_columns: int, weight: Tensor) -> Marks:
-        """Makes uninitialised marks of the same shapes as a forward's, on the weight's device."""
+    def like(
+        cls, num_tokens: int, num_columns: int, weight: Tensor, *, has_teacher: bool = False
+    ) -> Marks:
+        """Makes uninitialised marks of the same shapes as a forward's, on the weight's device.
+
+        Args: has_teacher: the forward is that of two heads.
+        """
         num_blocks = triton.cdiv(num_tokens, TOKEN_BLOCK)
         per_group = triton.cdiv(num_blocks, TAIL_GROUPS)
         bits = (num_columns, triton.cdiv(num_blocks, 64))
-        share = (triton.cdiv(num_blocks, per_group), num_columns)
+        share = ((1 + has_teacher) * triton.cdiv(num_blocks, per_group), num_columns)
         share_dtype = torch.float32 if weight.dtype == torch.float32 else torch.bfloat16
         order = None
         if num_tokens > TOKEN_BLOCK:
@@ -88,6 +93,7 @@ class Marks:
             weight.new_empty(1, dtype=torch.int32),
             per_group,
             blocks_padded(num_blocks),
+            weight.new_empty(num_tokens, dtype=torch.float32) if has_teacher else None,
         )
 
 

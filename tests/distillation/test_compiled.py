@@ -1,0 +1,171 @@
+"""linear_distillation within torch.compile(fullgraph=True): the numbers of an eager call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo import trace_rules
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from cce_dist import VocabShard, linear_distillation
+from cce_dist.testing import DTYPES, TRITON_PLACES, Place, shared_pool
+from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, upstream_of
+from tests.frontend.compile.compile_cases import WARNING
+
+pytestmark = pytest.mark.filterwarnings(f"ignore:{WARNING}:DeprecationWarning")
+RELATIVE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-6}
+MARKS = {"cpu": [], "cuda": [pytest.mark.gpu]}
+CALLS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "alpha, one temperature": {"temperature": 1.0},
+    "the mean alone": {"alpha": 0.0, "stats": (), "reduction": "mean", "shift": 0},
+}
+
+
+@pytest.fixture(autouse=True)
+def poison() -> None:
+    """None in this file: the compiler knows torch.empty by its identity. What it has learnt of it
+    in other tests is forgotten too."""
+    trace_rules.clear_lru_cache()
+    torch._dynamo.reset()
+
+
+def results_of(run: Any, both: Both) -> tuple[Any, tuple[Tensor, ...]]:
+    leaves = both.leaves()
+    computed = run(both, leaves)
+    loss = computed if isinstance(computed, Tensor) else computed.loss
+    grads = torch.autograd.grad((loss * upstream_of(loss)).sum(), list(leaves.values()))
+    return computed, grads
+
+
+def check_compiled(both: Both, **options: Any) -> None:
+    def run(both: Both, leaves: dict[str, Tensor]) -> Any:
+        return both.run(leaves, **options)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    # The order of the mean's sum is another: more tokens than count are in it.
+    of_dtype = {"rtol": RELATIVE[both.hidden.dtype], "atol": 0}
+    torch.testing.assert_close(results_of(compiled, both), results_of(run, both), **of_dtype)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_eager_torch(divergence: str, call: str) -> None:
+    options = {**CALLS[call], "divergence": divergence, "backend": "torch"}
+    check_compiled(Both.make(torch.float64), **options)
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype", "call"),
+    [
+        pytest.param(place, dtype, call, id=f"{place}-{dtype}-{call}", marks=MARKS[place.device])
+        for place in TRITON_PLACES
+        for dtype in ("fp32", "bf16")
+        for call in CALLS
+        if dtype in place.dtypes
+    ],
+)
+def test_kernels(place: Place, dtype: str, call: str) -> None:
+    check_compiled(Both.make(DTYPES[dtype], place.device), **place.options, **CALLS[call])
+
+
+def test_a_frozen_head_and_no_gradient() -> None:
+    both = Both.make(torch.float32)
+
+    def run(hidden: Tensor) -> Any:
+        return both.run({"hidden": hidden, "weight": both.weight, "bias": both.bias})
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(both.hidden), run(both.hidden))
+    hidden = [both.hidden.clone().requires_grad_() for _ in range(2)]
+    for each, leaf in zip((compiled, run), hidden, strict=True):
+        each(leaf).loss.sum().backward()
+    torch.testing.assert_close(hidden[0].grad, hidden[1].grad, rtol=0, atol=0)
+
+
+def test_other_numbers_of_tokens_and_other_options() -> None:
+    """A call of another shape or temperature has its own values, and is compiled for them."""
+    both = Both.make(torch.float64)
+
+    def run(hidden: Tensor, teacher_hidden: Tensor, temperature: float, softcap: float) -> Any:
+        tensors = hidden, both.weight, teacher_hidden, both.teacher_weight
+        caps = {"softcap": softcap, "teacher_softcap": 2 * softcap}
+        return linear_distillation(*tensors, temperature=temperature, **caps)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for count, *numbers in ((35, 1.0, 9.0), (21, 1.0, 9.0), (28, 2.0, 9.0), (28, 3.0, 5.0)):
+        arguments = both.hidden[:, :count], both.teacher_hidden[:, :count], *numbers
+        torch.testing.assert_close(compiled(*arguments), run(*arguments), rtol=1e-13, atol=0)
+
+
+def on_a_rank(group: Any, both: Both, split: bool, place: Any, options: Any) -> Any:
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    cut = both
+    if split:
+        tokens = slice(rank * len(both.hidden) // size, (rank + 1) * len(both.hidden) // size)
+        cut = replace(both, hidden=both.hidden[tokens], teacher_hidden=both.teacher_hidden[tokens])
+    start, stop = [rank * CLASSES // size, (rank + 1) * CLASSES // size]
+    rows = slice(start, stop)
+    cut = replace(
+        cut,
+        **{name: getattr(both, name)[rows]
+           for name in ("weight", "bias", "teacher_weight", "teacher_bias")},
+    )  # fmt: skip
+    ranks = {"group": group, "sequence_parallel": split, **options}
+    check_compiled(cut, vocab_shard=VocabShard(start, stop, CLASSES), **ranks)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_ranks(backend: str, split: bool) -> None:
+    options = {"backend": backend, "reduction": "sum", "alpha": 0.25}
+    shared_pool().run(2, on_a_rank, Both.make(torch.float32), split, None, options)
+
+
+def with_dtensors(group: Any, both: Both) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    rows = {"weight": both.weight, "bias": both.bias}
+    placed = {name: distribute_tensor(x, mesh, [Shard(0)]) for name, x in rows.items()}
+    placed["hidden"] = distribute_tensor(both.hidden, mesh, [Replicate()])
+    of_teacher = [distribute_tensor(both.teacher_hidden, mesh, [Replicate()])]
+    of_teacher += [distribute_tensor(both.teacher_weight[:CLASSES], mesh, [Shard(0)])]
+
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        return linear_distillation(hidden, weight, *of_teacher, bias=bias)  # pyright: ignore
+
+    results = []
+    for each in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        leaves = {name: x.detach().requires_grad_() for name, x in placed.items()}
+        loss = each(**leaves)
+        grads = torch.autograd.grad(loss, list(leaves.values()))
+        results.append((loss, *(x.to_local() for x in grads)))  # pyright: ignore
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+def test_dtensors() -> None:
+    shared_pool().run(2, with_dtensors, Both.make(torch.float32))
+
+
+def test_fake_tensors() -> None:
+    both, mode = Both.make(torch.bfloat16), FakeTensorMode()
+    fake = Both(*(mode.from_tensor(x) for x in vars(both).values()))
+    with mode:
+        computed, grads = results_of(Both.run, fake)
+    real, real_grads = results_of(Both.run, both)
+    for found, expected in zip((*computed, *grads), (*real, *real_grads), strict=True):
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+
+
+def test_refusals_have_the_messages_of_eager_calls() -> None:
+    both = Both.make(torch.float32)
+    wide = replace(both, teacher_weight=both.teacher_weight[:, :-1])
+    with pytest.raises(Exception, match=r"teacher_weight must be \[V_local, D_teacher=40\]"):
+        check_compiled(wide)
