@@ -47,6 +47,7 @@ def _drop_workspace(tokens: Tokens, head: Head, request: BackwardRequest) -> Non
 
 _pick = Replayed(pick_on_device)
 _forward_and_store = Replayed(_forward)
+_forward_of_heads = Replayed(forward_of_heads)
 _backward = Replayed(backward, consume=_drop_workspace)
 
 
@@ -62,7 +63,7 @@ class TritonBackend:
     )
     merge_kernels = KERNELS
 
-    forward_of_heads = staticmethod(forward_of_heads)
+    forward_of_heads = staticmethod(_forward_of_heads)
     keep = staticmethod(keep)
     scale = staticmethod(scale)
     largest = staticmethod(largest)
@@ -88,8 +89,7 @@ class TritonBackend:
         return stats, marks
 
     def backward(self, tokens: Tokens, head: Head, request: BackwardRequest) -> LocalGrads:
-        # What is replayed has one head.
-        return (_backward if request.teacher is None else backward)(tokens, head, request)
+        return _backward(tokens, head, request)
 
     def store_for(
         self,

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from cce_dist import Filter, LossOutput, linear_cross_entropy
+from cce_dist import Filter, LossOutput, linear_cross_entropy, linear_distillation
 from cce_dist.backends.triton import backend as triton_backend
 from cce_dist.backends.triton.launch import replay
 from cce_dist.backends.triton.launch.recording import LARGE, Recorder, Unrecordable
@@ -24,7 +24,14 @@ from cce_dist.backends.triton.launch.replay import Replayed, forget_recordings
 from cce_dist.backends.triton.launch.steps import Recording
 from cce_dist.testing import TRITON_PLACES, Place, RankPool, grid
 
-FUNCTIONS = (triton_backend._pick, triton_backend._forward_and_store, triton_backend._backward)
+FUNCTIONS = (
+    triton_backend._pick,
+    triton_backend._forward_and_store,
+    triton_backend._forward_of_heads,
+    triton_backend._backward,
+)
+# A call takes one of the forwards.
+PLAYED = len(FUNCTIONS) - 1
 FILTER = Filter(keep=0.01)
 # Two blocks of tokens, and three tiles of columns, neither of them whole.
 TOKENS, COLUMNS = 140, 300
@@ -34,6 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "exact": {"gradient": "exact", "softcap": 5.0, "bias": True, "stats": ("lse", "correct")},
     "in_forward": {"gradient": "in_forward", "filter": FILTER, "label_smoothing": 0.1},
     "screened": {"logits": "screened", "filter": FILTER},
+    "distillation": {"teacher": True, "filter": FILTER, "bias": True, "alpha": 0.2},
 }
 
 
@@ -49,12 +57,15 @@ def problem(place: Place, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 def run(tensors: tuple[Tensor, Tensor, Tensor], **options: Any) -> list[Tensor]:
     hidden, weight = (x.detach().clone().requires_grad_() for x in tensors[:2])
-    bias = (
-        torch.linspace(-1, 1, COLUMNS, device=hidden.device) if options.pop("bias", False) else None
-    )
-    result = linear_cross_entropy(
-        hidden, weight, tensors[2], backend="triton", bias=bias, **options
-    )
+    bias = None
+    if options.pop("bias", False):
+        bias = torch.linspace(-1, 1, len(weight), device=hidden.device)
+    options |= {"backend": "triton", "bias": bias}
+    if options.pop("teacher", False):
+        teacher = (tensors[0].flip(0), tensors[1].flip(0))
+        result: Any = linear_distillation(hidden, weight, *teacher, tensors[2], **options)
+    else:
+        result = linear_cross_entropy(hidden, weight, tensors[2], **options)
     loss = result.loss if isinstance(result, LossOutput) else result
     loss.backward()
     results = result if isinstance(result, LossOutput) else [loss]
@@ -78,10 +89,10 @@ def test_a_played_call_has_the_bits_of_a_prepared_one(place: Place, way: str) ->
     problems = problem(place), problem(place, seed=1)
     # The first call of a kind prepares everything; so does the second, which is recorded.
     prepared = [run(tensors, **WAYS[way]) for tensors in problems]
-    assert len(recordings()) == len(FUNCTIONS)
+    assert len(recordings()) == PLAYED
     for tensors, expected in zip(problems, prepared, strict=True):
         require_same(run(tensors, **WAYS[way]), expected)
-    assert len(recordings()) == len(FUNCTIONS)
+    assert len(recordings()) == PLAYED
 
 
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES))
@@ -95,7 +106,7 @@ def test_a_played_call_adds_to_the_callers_buffer(place: Place) -> None:
             hidden, weight, tensors[2], backend="triton", filter=FILTER, grad_weight_into=into
         ).backward()
         sums.append(into)
-    assert len(recordings()) == len(FUNCTIONS)
+    assert len(recordings()) == PLAYED
     require_same(sums[1:], sums[:1] * 3)
 
 
@@ -260,12 +271,14 @@ def on_a_rank(group: Any, place: Place, way: str, slices: bool) -> list[list[Ten
         run((hidden, weight, targets), group=group, sequence_parallel=slices, **WAYS[way])
         for _ in range(4)
     ]
-    assert len(recordings()) == len(FUNCTIONS)
+    assert len(recordings()) == PLAYED
     forget_recordings()
     return results
 
 
-@pytest.mark.parametrize(("way", "slices"), [("filtered", True), ("screened", False)])
+@pytest.mark.parametrize(
+    ("way", "slices"), [("filtered", True), ("screened", False), ("distillation", True)]
+)
 def test_ranks_play_their_collectives(pools: dict[int, RankPool], way: str, slices: bool) -> None:
     for results in pools[2].run(2, on_a_rank, TRITON_PLACES[0], way, slices):
         for result in results[1:]:
