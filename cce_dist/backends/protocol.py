@@ -309,8 +309,16 @@ class Backend(Protocol):
         ...
 
     def warm_up(
-        self, tokens: Tokens, head: Head, request: ForwardRequest, backward: ExpectedBackward
+        self,
+        tokens: Tokens,
+        head: Head,
+        request: ForwardRequest,
+        backward: ExpectedBackward,
+        teacher: tuple[Tokens, Head] | None = None,
     ) -> None:
         """Compiles the kernels of such a forward and its backward; a backend without kernels does
-        nothing."""
+        nothing.
+
+        Args: teacher: the forward is that of two heads.
+        """
         ...

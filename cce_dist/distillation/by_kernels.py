@@ -70,13 +70,26 @@ class _Heads:
             room=plan.room(tokens, head),
         )
 
-    def forward(self, plan: Plan) -> tuple[FirstPass, Scores | None]:
-        """Takes step 1 of both heads. Collectives: those of `sharded.forward` before its merge, of
-        both."""
+    def request(self, plan: Plan) -> ForwardRequest:
+        """Returns the request of step 1."""
         bounds = None
         if group_size(plan.group) > 1:
             bounds = functools.partial(gather_bounds, group=plan.group)
-        request = ForwardRequest(plan.wanted, self.rule, None, bounds, None, self.room)
+        return ForwardRequest(plan.wanted, self.rule, None, bounds, None, self.room)
+
+    def warm_up(self, call: Call, weight: torch.dtype, needs: tuple[bool, ...]) -> None:
+        """Lets the backend compile all kernels at once, before the first step. No collectives.
+
+        Args: needs: whether hidden, weight and bias need a gradient.
+        """
+        expected = replace(call.expect(self.tokens, weight, needs), of_lse=True)
+        request, teacher = self.request(call.plan), self.teacher
+        call.plan.backend.warm_up(self.tokens, self.head, request, expected, teacher)
+
+    def forward(self, plan: Plan) -> tuple[FirstPass, Scores | None]:
+        """Takes step 1 of both heads. Collectives: those of `sharded.forward` before its merge, of
+        both."""
+        request = self.request(plan)
         forward_of_heads = plan.backend.forward_of_heads
         assert forward_of_heads is not None
         out = forward_of_heads(self.tokens, self.head, self.teacher, request)
@@ -101,6 +114,8 @@ class DistillByKernels(torch.autograd.Function):
         plan, has_targets = call.plan, objective.alpha > 0
         require_equal_sizes(hidden, teacher, call)
         heads = _Heads.of(hidden, weight, bias, teacher, call, objective)
+        if any(ctx.needs_input_grad[:3]):
+            heads.warm_up(call, weight.dtype, ctx.needs_input_grad[:3])
         local, scores = heads.forward(plan)
         merged = merge(local, objective.divergences, plan, has_targets=has_targets)
         ctx.call, ctx.objective, ctx.softcap_and_scale = call, objective, teacher[3:]

@@ -116,7 +116,12 @@ class TorchBackend:
         return None
 
     def warm_up(
-        self, tokens: Tokens, head: Head, request: ForwardRequest, backward: ExpectedBackward
+        self,
+        tokens: Tokens,
+        head: Head,
+        request: ForwardRequest,
+        backward: ExpectedBackward,
+        teacher: tuple[Tokens, Head] | None = None,
     ) -> None:
         return None
 

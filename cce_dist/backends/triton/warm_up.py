@@ -18,11 +18,12 @@ from cce_dist.backends.protocol import (
     ForwardRequest,
     HiddenSum,
     Room,
+    TeacherPart,
     WeightGrad,
 )
 from cce_dist.backends.triton import grads as triton_grads
 from cce_dist.backends.triton.filter.lists import ListedLogits
-from cce_dist.backends.triton.filter.marks import blocks_padded, keep, order_dtype
+from cce_dist.backends.triton.filter.marks import Marks, blocks_padded, keep, order_dtype
 from cce_dist.backends.triton.launch.start import (
     can_compile_only,
     compile_only,
@@ -30,6 +31,7 @@ from cce_dist.backends.triton.launch.start import (
 )
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.backends.triton.stats import forward
+from cce_dist.backends.triton.teacher.forward import forward_of_heads
 from cce_dist.core.slower import warn_slower
 from cce_dist.core.types import Head, Tokens, Upstream
 from cce_dist.options import TOKEN_BLOCK
@@ -56,7 +58,11 @@ class NoSum:
 
 
 def warm_up(
-    tokens: Tokens, head: Head, request: ForwardRequest, backward: ExpectedBackward
+    tokens: Tokens,
+    head: Head,
+    request: ForwardRequest,
+    backward: ExpectedBackward,
+    teacher: tuple[Tokens, Head] | None = None,
 ) -> None:
     """Compiles the kernels of a filtered loss and of its gradients in parallel, the first time.
 
@@ -80,10 +86,10 @@ def warm_up(
     assert rule is not None
     # Kernels take the threshold as a number, and sizes of memory choose no binary.
     key = (
-        *(head.bias is None, head.class_weight is None, head.softcap is None, tokens.scale is None),
+        *_traits(tokens, head),
+        *(None if teacher is None else _traits(*teacher), tokens.scale is None),
         *(request.wanted, request.screen, store is not None, rule.by_largest, rule.tail),
         *(rule.draws, kind, backward.weight, backward.accumulate, backward.bias, backward.of_lse),
-        *(weight.device, weight.dtype, weight.shape, weight.stride(), tokens.hidden.stride()),
         *(num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks)),
     )
     if key in _warmed_up:
@@ -95,7 +101,17 @@ def warm_up(
     request = replace(request, filter=rule, bounds=None, store=store, room=room)
     with compile_only(weight.device), torch.no_grad():
         # Without `quantize_once`: an 8-bit copy that other calls share needs real numbers.
-        _go_through(tokens, replace(head, quantize_once=None), request, backward, hidden)
+        head = replace(head, quantize_once=None)
+        _go_through(tokens, head, request, backward, hidden, teacher)
+
+
+def _traits(tokens: Tokens, head: Head) -> tuple[object, ...]:
+    """Returns the facts about a head and its tokens that choose binaries."""
+    weight = head.weight
+    return (
+        *(head.bias is None, head.class_weight is None, head.softcap is None),
+        *(weight.device, weight.dtype, weight.shape, weight.stride(), tokens.hidden.stride()),
+    )
 
 
 def _go_through(
@@ -104,11 +120,19 @@ def _go_through(
     request: ForwardRequest,
     expected: ExpectedBackward,
     hidden: HiddenSum | None,
+    teacher: tuple[Tokens, Head] | None,
 ) -> None:
     few = tokens.slice(0, min(len(tokens), 2 * TOKEN_BLOCK))
     # Binaries depend on the number of tokens through `order_dtype` and `blocks_padded` alone.
-    stats, marks = forward(few, head, request, order_as=order_dtype(len(tokens)))
-    assert marks is not None and request.filter is not None
+    order_as, part = order_dtype(len(tokens)), None
+    if teacher is None:
+        stats, marks = forward(few, head, request, order_as=order_as)
+    else:
+        of_teacher = replace(few, hidden=teacher[0].hidden), teacher[1]
+        out = forward_of_heads(few, head, of_teacher, request, order_as)
+        stats, marks = out.student, out.scores
+        part = TeacherPart(*of_teacher, out.teacher_lse, stats.lse)
+    assert isinstance(marks, Marks) and request.filter is not None
     marks = replace(marks, blocks_padded=blocks_padded(triton.cdiv(len(tokens), TOKEN_BLOCK)))
     weight = None
     if expected.weight is not None:
@@ -125,5 +149,6 @@ def _go_through(
         bias=expected.bias,
         store=request.store,
         room=request.room,
+        teacher=part,
     )
     triton_grads.backward(few, head, backward_request)

@@ -44,10 +44,15 @@ STAGES = 3
 
 
 def forward_of_heads(
-    tokens: Tokens, head: Head, teacher: tuple[Tokens, Head], request: ForwardRequest
+    tokens: Tokens,
+    head: Head,
+    teacher: tuple[Tokens, Head],
+    request: ForwardRequest,
+    order_as: torch.dtype | None = None,
 ) -> TeacherStats:
     """Computes statistics of both heads over this rank's shard, and their KL. Deterministic.
 
+    Args: order_as: dtype of the marks' order; None: `order_dtype`.
     Source: docs/design/distillation.md.
     """
     rule, bounds, order = request.filter, request.bounds, None
@@ -68,7 +73,7 @@ def forward_of_heads(
                 raise_lower(bounds, lower, *at)
     last = replace(launches[-1], robust=True)
     heads.launch(last, rule.threshold)
-    of_call = last, len(launches), order
+    of_call = last, len(launches), order, order_as
     student = _merged(heads.student, *of_call)
     of_teacher = _merged(heads.teacher, *of_call, (student.of_targets, heads.student.head))
     marks = marks_of(
@@ -111,6 +116,7 @@ def _merged(
     last: Launch,
     num_launches: int,
     order: Tensor | None,
+    order_as: torch.dtype | None,
     student: tuple[Tensor, Head] | None = None,
 ) -> _Merged:
     """Args: student: as of `add_targets`."""
@@ -120,7 +126,7 @@ def _merged(
         factors = mass_factors(state, finished, num_launches, None)
     finally:
         of_targets = products()
-    placed = add_targets(state, finished, of_targets, order, student=student)
+    placed = add_targets(state, finished, of_targets, order, order_as, student)
     mass = state.buffers.mass
     assert mass is not None and placed.log_dropped is not None and placed.seed is not None
     return _Merged(finished.lse, placed, mass, factors, placed.log_dropped, placed.seed, of_targets)
