@@ -1,7 +1,7 @@
 """Replaces the loss of TRL's trainers: SFT, DPO, KTO, GRPO, RLOO and experimental AsyncGRPO.
 
 All of them call `apply` of one autograd function of TRL, found under a module's name at each call.
-An object of the same signature takes that name.
+An object of the same signature takes that name. `trl_distillation` has the trainers that distil.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ from cce_dist.backends.choose import TORCH, choose_backend
 from cce_dist.integrations.errors import PatchError
 from cce_dist.integrations.log import logger
 from cce_dist.integrations.options import OPTIONS, keywords_of
+from cce_dist.integrations.trl_distillation import (
+    Distillation,
+    in_memory_until_the_backward,
+    in_our_order,
+)
 
 __all__ = ["Status", "apply", "patched", "remove", "status"]
 
@@ -100,8 +105,8 @@ class _Loss:
             raise PatchError(f"cce_dist knows the outputs {list(OUTPUTS)} of TRL, got {unknown}")
         if not torch.compiler.is_compiling():
             self._count(hidden, weight)
-        weight = _in_memory_until_the_backward(weight, hidden)
-        scale, softcap = _in_our_order(logit_scale, final_logit_softcapping, temperature)
+        weight = in_memory_until_the_backward(weight, hidden)
+        scale, softcap = in_our_order(logit_scale, final_logit_softcapping, temperature)
         # Without any statistic the loss would come alone, as a tensor.
         stats: Any = tuple(STATS[name] for name in outputs if name in STATS) or ("lse",)
         result: Any = linear_cross_entropy(
@@ -142,13 +147,16 @@ class _State:
     """The patch's state in this process; TRL's function is global to it, too."""
 
     loss: _Loss | None = None
+    distillation: Distillation | None = None
 
 
 def apply(**options: object) -> Status:
-    """Replaces the log-probabilities of TRL's trainers, of those that exist and of later ones.
+    """Replaces the log-probabilities and divergences of TRL's trainers, of those that exist and of
+    later ones.
 
     Args: gradient, filter, backend, workspace_bytes and keep_logits of
-        `cce_dist.linear_cross_entropy`, which has their defaults.
+        `cce_dist.linear_cross_entropy`, which has their defaults; `linear_distillation` takes the
+        first three, and workspace_bytes.
     Raises:
         PatchError: TRL is missing or its function is not as expected; the message says what was
             expected and what came. Or another call has applied other options.
@@ -162,8 +170,10 @@ def apply(**options: object) -> Status:
     loss = _State.loss
     if loss is None:
         utils, original = _find_seam()
-        _State.loss = loss = _Loss(wanted, original)
-        setattr(utils, SEAM, loss)
+        distillation = Distillation(wanted, _version())
+        distillation.install()
+        _State.loss, _State.distillation = _Loss(wanted, original), distillation
+        setattr(utils, SEAM, _State.loss)
     elif loss.options != wanted:
         raise PatchError(
             f"apply() has been called with {loss.options}, now with {wanted}; call remove() "
@@ -181,7 +191,9 @@ def remove() -> None:
     if getattr(utils, SEAM) is loss:
         setattr(utils, SEAM, loss.original)
     loss.is_on = False
-    _State.loss = None
+    if _State.distillation is not None:
+        _State.distillation.remove()
+    _State.loss = _State.distillation = None
 
 
 @contextmanager
@@ -200,7 +212,8 @@ def status() -> Status:
     if loss is None:
         return Status(None)
     file = importlib.import_module("trl").__file__
-    return Status(loss.options, loss.calls, _version(), file)
+    distilled = 0 if _State.distillation is None else _State.distillation.calls
+    return Status(loss.options, loss.calls + distilled, _version(), file)
 
 
 def _version() -> str:
@@ -237,26 +250,3 @@ def _find_seam() -> tuple[Any, Any]:
     if outputs != OUTPUTS:
         raise PatchError(f"{installed}: its outputs must be {OUTPUTS}, got {outputs}")
     return utils, original
-
-
-def _in_our_order(
-    logit_scale: float, softcap: float | None, temperature: float
-) -> tuple[float, float | None]:
-    """Returns logit_scale and softcap of `linear_cross_entropy`.
-
-    TRL's logits are softcap tanh(logit_scale x / softcap) / temperature, with x = E . C + bias; the
-    loss has logit_scale softcap tanh(x / softcap).
-    """
-    if softcap is not None and logit_scale != 0:
-        softcap = softcap / abs(logit_scale)
-    return logit_scale / temperature, softcap
-
-
-def _in_memory_until_the_backward(weight: Tensor, hidden: Tensor) -> Tensor:
-    """Returns the weight in hidden's dtype, as an alias.
-
-    DeepSpeed's ZeRO-3 empties the parameter after the forward, but not the memory of an alias.
-    """
-    if not torch.is_autocast_enabled(hidden.device.type):
-        weight = weight.to(hidden.dtype)
-    return weight.view_as(weight)

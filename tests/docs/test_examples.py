@@ -149,6 +149,37 @@ def test_gemma(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"of at most {cap:g}" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_distill_trainer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    example = load("distill_trainer")
+    student, teacher = example["model_of"](16), example["model_of"](24)
+    arguments = example["TrainingArguments"](str(tmp_path), use_cpu=True, report_to="none")
+    trainer = example["DistillationTrainer"](teacher, model=student, args=arguments, alpha=0.2)
+    ids = torch.randint(example["VOCAB"], (3, 9))
+    labels = ids.masked_fill(torch.rand(3, 9) < 0.3, -100)
+    counts, num_tokens = labels[:, 1:] != -100, 20
+    logits = student(ids).logits[:, :-1][counts]
+    of_teacher = teacher(ids).logits[:, :-1][counts].detach()
+    log_q, log_p = (x.div(2.0).log_softmax(-1) for x in (logits, of_teacher))
+    kl = F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+    dense = 0.8 * kl + 0.2 * F.cross_entropy(logits, labels[:, 1:][counts], reduction="sum")
+    inputs = {"input_ids": ids, "labels": labels}
+    loss = trainer.compute_loss(student, inputs, num_items_in_batch=num_tokens)
+    assert loss.item() == pytest.approx(dense.item() / num_tokens, rel=1e-6)
+    leaves = list(student.parameters())
+    check(gradients(loss, leaves), gradients(dense / num_tokens, leaves))
+    mean = trainer.compute_loss(student, inputs)
+    assert mean.item() == pytest.approx(dense.item() / counts.sum().item(), rel=1e-6)
+    outputs = student(ids, output_hidden_states=True, logits_to_keep=1)
+    outputs.logits = 30 * torch.tanh(outputs.logits / 30)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has a softcap or scale: pass softcap="):
+        example["parts_of"](student, outputs)
+    losses = example["main"]()
+    assert losses[-1] < losses[0]
+    assert "without logits" in capsys.readouterr().out
+
+
 def test_instance_classes(capsys: pytest.CaptureFixture[str]) -> None:
     example = load("instance_classes")
     hidden = F.normalize(torch.randn(150, 16), dim=-1).requires_grad_()

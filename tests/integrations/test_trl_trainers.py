@@ -36,8 +36,7 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer_of() -> Any:
     words = {word: i for i, word in enumerate(SPECIAL + WORDS)}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -48,6 +47,11 @@ def tokenizer() -> Any:
         unk_token="<unk>",
         chat_template=TEMPLATE,
     )
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tokenizer_of()
 
 
 def model_of(seed: int = 0) -> Any:

@@ -66,7 +66,7 @@ def patch(model: Any, **options: object) -> Any:
         ValueError: an option is unknown or not allowed.
     """
     wanted = _options_of(options)
-    inner = _model_in(model)
+    inner = model_in(model)
     old = patch_of(inner)
     if old is not None and old.options != wanted:
         raise PatchError(
@@ -116,7 +116,7 @@ def apply(**options: object) -> Status:
 def remove(model: Any = None) -> None:
     """Undoes `patch` for a model; without one: for all models, and for models made later."""
     if model is not None:
-        _restore(_model_in(model))
+        _restore(model_in(model))
         return
     for each in list(patched_models):
         _restore(each)
@@ -159,7 +159,7 @@ def _options_of(options: dict[str, object]) -> LossOptions:
     return LossOptions(**options)  # pyright: ignore[reportArgumentType]
 
 
-def _model_in(module: Any) -> Any:
+def model_in(module: Any) -> Any:
     """Returns the outermost PreTrainedModel of a module."""
     from transformers import PreTrainedModel
 

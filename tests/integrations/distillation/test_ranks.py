@@ -1,0 +1,59 @@
+"""TRL's trainers that distil on two gloo ranks with DDP, with and without the patch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cce_dist.testing import RankPool
+
+pytest.importorskip("trl")
+
+
+def prepare() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("tests.integrations.distillation.trainers")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    new = RankPool(2, prepare=prepare)
+    yield new
+    new.close()
+
+
+def distil(group: Any, name: str, folder: str) -> tuple[Any, Any]:
+    """Runs of one trainer without the patch, then with it."""
+    from cce_dist.integrations import trl as patch
+    from tests.integrations.distillation.trainers import run, tokenizer_of, trainer_of
+
+    rank = str(group.rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    warnings.simplefilter("ignore")
+    options = {"beta": 0.0, "gradient_accumulation_steps": 2}
+    results = []
+    for patched in (False, True):
+        if patched:
+            patch.apply(gradient="exact")
+        trainer = trainer_of(name, tokenizer_of(), Path(folder) / rank, options)
+        results.append(run(trainer))
+        assert trainer.args.world_size == 2
+    assert patch.status().calls >= 6
+    patch.remove()
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("name", ["Distillation", "GKD"], ids=str)
+def test_trainer_with_ddp(name: str, pool: RankPool, tmp_path: Path) -> None:
+    from tests.integrations.distillation.trainers import check
+
+    for theirs, ours in pool.run(2, distil, name, str(tmp_path)):
+        check(ours, theirs)
