@@ -6,6 +6,7 @@ or, in a script of your own, `megatron_patch.apply()` before the model is built,
 `megatron_patch.apply(model)` after it. docs/guide/megatron.md.
 """
 
+from megatron_patch.distillation.loss import distillation_loss
 from megatron_patch.errors import PatchError
 from megatron_patch.logprobs import LogprobOptions, logprobs
 from megatron_patch.options import PatchOptions
@@ -18,6 +19,7 @@ __all__ = [
     "PatchOptions",
     "Status",
     "apply",
+    "distillation_loss",
     "gather_output_weight",
     "logprobs",
     "patched",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +11,12 @@ from torch import Tensor
 
 from cce_dist import LossOptions, VocabShard, linear_cross_entropy
 from cce_dist import largest_logits as _largest_logits
+from megatron_patch.errors import PatchError
 from megatron_patch.options import PatchOptions
 from megatron_patch.quantized import quantizer_of
+
+# layer, hidden, weight, labels, scale, options -> result; as `head_loss`.
+HeadFunction = Callable[[Any, Tensor, Tensor, Tensor, float, PatchOptions], Any]
 
 # A patched head keeps its state under this name.
 MARK = "megatron_patch"
@@ -121,8 +126,31 @@ def main_grad_of(layer: Any, weight: Tensor) -> Tensor | None:
     return main_grad if main_grad is not None and main_grad.dtype == torch.float32 else None
 
 
+def add_to_main_grad(layer: Any, weight: Tensor) -> Tensor:
+    """Returns the weight for a loss that hands its gradient to autograd.
+
+    Under gradient accumulation fusion the gradient is added to main_grad there. DDP's hook would
+    skip it in a step where another microbatch's loss has added its own.
+    """
+    return weight if main_grad_of(layer, weight) is None else _IntoMainGrad.apply(weight)
+
+
+def require_plain_loss(options: PatchOptions, wanted: str) -> None:
+    """Checks that options of the loss have a meaning for something else.
+
+    Raises:
+        PatchError: they have none.
+    """
+    if options.logits != "full" or options.check_ranks:
+        name = "check_ranks" if options.check_ranks else "logits"
+        raise PatchError(
+            f"{name}={getattr(options, name)!r} has no {wanted}: apply the patch without it, or "
+            "read the losses"
+        )
+
+
 class _IntoMainGrad(torch.autograd.Function):
-    """The weight, whose gradient is in main_grad already.
+    """The weight, whose gradient is in main_grad already, or is added to it here.
 
     Autograd gets a stand-in for the gradient, so that hooks that wait for it run. Megatron's own
     linear layer does the same.
@@ -137,6 +165,8 @@ class _IntoMainGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
         weight = ctx.weight
+        if grads[0] is not None:
+            weight.main_grad.add_(grads[0])
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True

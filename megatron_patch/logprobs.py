@@ -8,6 +8,7 @@ GPTModel calls an output processor in place of its own head and loss, and return
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from cce_dist import TokenLogprobs, TokenSupport, VocabShard, token_logprobs
 from megatron_patch.deferred import DeferredLogits
 from megatron_patch.errors import PatchError
-from megatron_patch.head import IGNORED, MARK
+from megatron_patch.head import IGNORED, MARK, add_to_main_grad, require_plain_loss
 from megatron_patch.options import PatchOptions
 
 Stat = Literal["entropy", "sum_p2", "correct", "mean_logit"]
@@ -84,7 +85,7 @@ def logprobs(
         labels=labels.transpose(0, 1).contiguous(),
         logit_scale=scale,
         model=model,
-        logprob_options=options,
+        compute=functools.partial(head_logprobs, wanted=options),
     )
     of_tokens = {name: x for name, x in result._asdict().items() if x is not None and x.dim() > 1}
     return result._replace(
@@ -99,15 +100,11 @@ def head_logprobs(
     labels: Tensor,  # [s, b]
     scale: float,
     options: PatchOptions,
+    *,
     wanted: LogprobOptions,
 ) -> TokenLogprobs:
     """Computes `logprobs` with fields [s, b, ...]. Args: as in `head_loss`."""
-    if options.logits != "full" or options.check_ranks:
-        name = "check_ranks" if options.check_ranks else "logits"
-        raise PatchError(
-            f"{name}={getattr(options, name)!r} has no log-probabilities: apply the patch without "
-            "it, or read the losses"
-        )
+    require_plain_loss(options, "log-probabilities")
     size, rank = layer.tp_group.size(), layer.tp_group.rank()
     shard = VocabShard.even(weight.shape[0], rank, size, options.vocab_size)
     inside = (labels >= 0) & (labels < shard.vocab_size)
@@ -117,7 +114,7 @@ def head_logprobs(
     candidates = wanted.candidates
     return token_logprobs(
         hidden,
-        weight,
+        add_to_main_grad(layer, weight),
         torch.where(inside, labels, IGNORED),
         temperature=temperature,
         support=None if support is None else turn_support(support, labels.shape),

@@ -15,8 +15,8 @@ from megatron_patch.seams import LOSS, Seams, describe
 # Hooks of these modules only gather or free parameters, or note which module runs.
 HARMLESS = ("megatron.core.distributed", "torch.distributed", "torch.utils.module_tracker")
 _LOGITS = (
-    "which would read logits that the patch does not compute, as for distillation: remove it, or "
-    "run without the patch"
+    "which would read logits that the patch does not compute, as for distillation: remove it (use "
+    "megatron_patch.distillation_loss), or run without the patch"
 )
 _GRADIENT = (
     "which would read the gradient of logits that the patch does not compute: remove it, or run "
@@ -56,7 +56,7 @@ def why_not(model: Any, layer: Any, seams: Seams, options: PatchOptions) -> str 
     if LOSS in vars(model):
         return (
             f"{LOSS} of this model is replaced already, by {describe(vars(model)[LOSS])}, as for "
-            "distillation, which needs logits: use either that or the patch"
+            "distillation by logits: use megatron_patch.distillation_loss, or run without the patch"
         )
     if "forward" in vars(layer):
         return (

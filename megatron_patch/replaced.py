@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +13,7 @@ from torch import Tensor
 
 from megatron_patch.deferred import DeferredLogits
 from megatron_patch.errors import PatchError
-from megatron_patch.head import MARK, head_loss, largest_logits
-from megatron_patch.logprobs import LogprobOptions, head_logprobs
+from megatron_patch.head import MARK, HeadFunction, head_loss, largest_logits
 from megatron_patch.options import PatchOptions
 from megatron_patch.refusals import why_changed, why_overridden
 from megatron_patch.seams import LOSS, Seams
@@ -26,18 +27,32 @@ _OF_MEGATRON = {"input_", "weight", "runtime_gather_output"}
 class Patched:
     """The state of one patched head.
 
-    Args: is_stock: Megatron's own functions have run beside the patch, with the same results.
+    Args:
+        is_stock: Megatron's own functions have run beside the patch, with the same results.
+        compute: in place of the loss, as long as `computing` lasts.
     """
 
     options: PatchOptions
     seams: Seams
     is_stock: bool = False
+    compute: HeadFunction | None = None
 
 
 def options_of(layer: Any) -> PatchOptions | None:
     """Returns a head's options; None: the head is Megatron's."""
     patched = vars(layer).get(MARK)
     return None if patched is None else patched.options
+
+
+@contextmanager
+def computing(layer: Any, compute: HeadFunction) -> Iterator[None]:
+    """Within it the model of a patched head has `compute` in place of its loss."""
+    patched: Patched = vars(layer)[MARK]
+    before, patched.compute = patched.compute, compute
+    try:
+        yield
+    finally:
+        patched.compute = before
 
 
 def put(model: Any, layer: Any, options: PatchOptions, seams: Seams) -> None:
@@ -105,7 +120,7 @@ def _head_forward(
     logits_wanted: bool = False,
     largest_wanted: bool = False,
     model: Any = None,  # the model that asks for the loss
-    logprob_options: LogprobOptions | None = None,  # with labels: log-probabilities in its place
+    compute: HeadFunction | None = None,  # with labels: in place of the loss
 ) -> tuple[Any, Tensor | None]:
     """Replaces ColumnParallelLinear.forward, and computes the loss, too.
 
@@ -117,9 +132,7 @@ def _head_forward(
     if labels is not None:
         _require_stock(model, self, used_weight)
         args = (self, input_, used_weight, labels, logit_scale, patched.options)
-        if logprob_options is not None:
-            return head_logprobs(*args, logprob_options), None
-        return head_loss(*args), None
+        return (head_loss if compute is None else compute)(*args), None
     if largest_wanted:
         return largest_logits(self, input_, used_weight, logit_scale, patched.options), None
     # Compiled modules call their forward directly.
@@ -155,22 +168,26 @@ def _model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
                 labels=labels.transpose(0, 1).contiguous(),
                 logit_scale=call.scale,
                 model=self,
+                compute=patched.compute,
             )
             return loss.transpose(0, 1).contiguous()
-    _require_plain(patched.options)
+    _require_plain(patched)
     values = logits.materialize() if isinstance(logits, DeferredLogits) else logits
     return type(self).compute_language_model_loss(self, labels, values)
 
 
-def _require_plain(options: PatchOptions) -> None:
-    for name in ("softcap", "vocab_size"):
-        if getattr(options, name) is not None:
-            raise PatchError(
-                f"{name}={getattr(options, name)!r} needs a loss without logits, but the model has "
-                "computed its logits (something reads or changes them between output_layer and "
-                f"{LOSS}, or the head gathers them), and Megatron's loss has no {name}: "
-                f"drop {name}, or leave the logits alone"
-            )
+def _require_plain(patched: Patched) -> None:
+    values = {name: getattr(patched.options, name) for name in ("softcap", "vocab_size")}
+    wanted = {name: f"{name}={value!r}" for name, value in values.items() if value is not None}
+    if patched.compute is not None:
+        wanted = {"distillation": "distillation"}
+    for name, described in wanted.items():
+        raise PatchError(
+            f"{described} needs a loss without logits, but the model has computed its logits "
+            f"(something reads or changes them between output_layer and {LOSS}, or the head "
+            f"gathers them), and Megatron's loss has no {name}: drop {name}, or leave the logits "
+            "alone"
+        )
 
 
 def _require_stock(model: Any, layer: Any, weight: Tensor) -> None:

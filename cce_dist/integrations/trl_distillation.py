@@ -149,10 +149,10 @@ class Distillation:
     ) -> tuple[Tensor, Tensor]:
         """Computes each token's divergence and the student's entropy, fp32 [N], as TRL's function
         does. The entropy, which TRL logs, has no gradient and takes a forward of its own."""
-        is_split = hasattr(student_weight, "ds_id") or hasattr(teacher_weight, "ds_id")
-        if is_split:
-            self._keeps("DistillationTrainer", "DeepSpeed's ZeRO-3 has split its models' heads")
-        if is_split or not self.is_on:
+        reason = self._why_not(student_weight, teacher_weight, beta)
+        if reason is not None:
+            self._keeps("DistillationTrainer", reason)
+        if reason is not None or not self.is_on:
             return self.divergence(
                 *(student_hidden, student_weight, student_bias),
                 *(teacher_hidden, teacher_weight, teacher_bias),
@@ -194,6 +194,18 @@ class Distillation:
                 **keywords_of(self.options, of_tokens=True),
             )
         return divergence.float(), output.entropy.float()
+
+    def _why_not(self, student: Tensor, teacher: Tensor, beta: float) -> str | None:
+        """Says why TRL's own function is to be taken; None: it is not."""
+        if hasattr(student, "ds_id") or hasattr(teacher, "ds_id"):
+            return "DeepSpeed's ZeRO-3 has split its models' heads"
+        chosen = self.options.gradient != "filtered" or self.options.backend == "torch"
+        if student.is_cuda and beta != 0 and not chosen:
+            return (
+                f"on a GPU cce_dist has kernels for beta=0, got beta={beta}, and TRL's own make no "
+                "logits either; apply(gradient='exact') takes cce_dist's eager torch"
+            )
+        return None
 
     # -- GKDTrainer --------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from cce_dist import TeacherLogprobs
+from tests.support.torchrun import run_forked
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 # Of instance_classes.
@@ -203,3 +208,40 @@ def test_instance_classes(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["filtered"]["loss"] == pytest.approx(rows["dense"]["loss"], rel=1e-5)
     assert rows["filtered"]["grad_weight_error"] < 1e-2
     assert "logits of one batch: 0.1 MiB" in capsys.readouterr().out
+
+
+def run_as_main(arguments: Sequence[str]) -> None:
+    # Four ranks that have more threads than there are cores wait for one another.
+    torch.set_num_threads(1)
+    runpy.run_path(str(EXAMPLES / arguments[-1]), run_name="__main__")
+
+
+def test_teacher_elsewhere(tmp_path: Path) -> None:
+    example = load("teacher_elsewhere")
+    teacher, student = (example["LanguageModel"](dim, 0, 1) for dim in (24, 16))
+    ids = example["draw_batch"](torch.randint(256, (500,)), 1)
+    with torch.no_grad():
+        expected = (teacher(ids) @ teacher.head.T / example["TEMPERATURE"]).log_softmax(-1)
+    lists = example["list_teacher"](teacher, ids, None)
+    assert isinstance(lists, TeacherLogprobs) and lists.ids.shape == (*ids.shape, example["K"])
+    torch.testing.assert_close(lists.logprobs, expected.topk(example["K"]).values)
+    torch.testing.assert_close(lists.logprobs, expected.gather(-1, lists.ids))
+    logits = student(ids) @ student.head.T / example["TEMPERATURE"]
+    of_student = logits.log_softmax(-1).gather(-1, lists.ids)
+    log_p, log_q = (
+        torch.cat([x, torch.log1p(-x.exp().sum(-1, keepdim=True))], -1)
+        for x in (lists.logprobs, of_student)
+    )
+    dense = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    loss = example["compute_loss"](student, ids, lists, None)
+    assert loss.item() == pytest.approx(dense.item(), rel=1e-6)
+    leaves = list(student.parameters())
+    check(gradients(loss, leaves), gradients(dense, leaves))
+
+    script, output = "teacher_elsewhere.py", tmp_path / "output"
+    code, text = run_forked(4, output, script, run=run_as_main)
+    assert code == 0, text
+    divergence, of_text = re.findall(r"(\d+\.\d+) -> (\d+\.\d+)", text)
+    assert float(divergence[1]) < 0.5 * float(divergence[0])
+    assert float(of_text[1]) < float(of_text[0]) - 1.5
+    assert "a batch's lists: 48 KiB; its logits: 256 KiB" in text

@@ -136,6 +136,24 @@ def logprobs_are_minus_the_losses() -> None:
     torch.testing.assert_close(scaled.logprobs, -head_loss(model, hidden, labels, 0.25))
 
 
+@check
+def logprobs_beside_a_loss_in_main_grad() -> None:
+    """DDP's hook adds no gradient of a weight of which a loss has added one in the same step."""
+    grads = []
+    for fusion in (False, True):
+        model = make_model(Setup(tp=2, fusion=fusion))
+        megatron_patch.apply(model, backend="torch")
+        hidden, labels = inputs()
+        weight = model.output_layer.weight
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+        total = processed(model, hidden, labels, None).logprobs.sum()
+        (total + head_loss(model, hidden, labels).square().sum()).backward()
+        assert weight.grad_added_to_main_grad == fusion
+        grads.append(weight.main_grad if fusion else weight.grad)
+        megatron_patch.remove()
+    torch.testing.assert_close(*grads)
+
+
 def logprobs_by_megatrons_output_processor() -> None:
     model = make_model()
     megatron_patch.apply(model, backend="torch")

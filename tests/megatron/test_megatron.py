@@ -20,6 +20,8 @@ from cce_dist.testing.forks import run_module  # noqa: E402
 from megatron_patch.__main__ import main as command  # noqa: E402
 from tests.megatron.megatron_bench import measure  # noqa: E402
 from tests.megatron.megatron_checks import CHECKS, run_check  # noqa: E402
+from tests.megatron.megatron_distillation import CHECKS as OF_DISTILLATION  # noqa: E402
+from tests.megatron.megatron_distillation import run_check as run_distillation  # noqa: E402
 from tests.megatron.megatron_jobs import compare  # noqa: E402
 from tests.megatron.megatron_screened import on_tensor_parallel_ranks  # noqa: E402
 from tests.megatron.megatron_setup import Setup  # noqa: E402
@@ -114,6 +116,12 @@ def check_pretraining(pool: RankPool, name: str, setup: Setup, patch: dict[str, 
 @pytest.mark.parametrize("name", CHECKS)
 def test_head(megatron_pools: dict[int, RankPool], name: str) -> None:
     megatron_pools[2].run(2, run_check, name, timeout=100)
+
+
+@pytest.mark.parametrize("name", OF_DISTILLATION)
+def test_distillation(megatron_pools: dict[int, RankPool], name: str) -> None:
+    size = max(OF_DISTILLATION[name][0].world, 2)
+    megatron_pools[size].run(size, run_distillation, name, timeout=100)
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)

@@ -1,0 +1,1 @@
+"""Distillation of a patched model from another one."""
