@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from cce_dist import LossOptions
 from cce_dist.integrations import trl as patch
+from cce_dist.integrations.trl_distillation import Distillation
 from tests.integrations.distillation.trainers import ChunkedDivergenceFunction
 
 N, D, D_TEACHER, V = 29, 16, 24, 301
@@ -156,3 +159,18 @@ def test_function_of_split_heads_stays(lines: list[str]) -> None:
     assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
     (line,) = lines
     assert line.startswith("DistillationTrainer keeps TRL's own loss: DeepSpeed's ZeRO-3")
+
+
+@pytest.mark.parametrize(
+    ("options", "beta", "keeps"),
+    [({}, 0.0, False), ({}, 1.0, True), ({}, 0.5, True), ({"gradient": "exact"}, 1.0, False)],
+)
+def test_trl_keeps_its_kernels_where_ours_has_none(
+    options: dict[str, str], beta: float, keeps: bool
+) -> None:
+    """On a GPU, which a stand-in has to do for here."""
+    distillation = Distillation(LossOptions(**options), "1.16")  # pyright: ignore
+    weight: Any = SimpleNamespace(is_cuda=True)
+    reason = distillation._why_not(weight, weight, beta)
+    assert (reason is not None) is keeps
+    assert reason is None or f"kernels for beta=0, got beta={beta}" in reason
