@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.cli.converge import converge_command, parse_power
-from benchmarks.cli.distillation import distill_command
+from benchmarks.cli.distillation import distill_command, distill_ranks_command
 from benchmarks.cli.heads import heads_command
 from benchmarks.cli.ranks import megatron_command, pipeline_command
 from benchmarks.cli.rl import grpo_command, logprobs_command
@@ -27,6 +27,7 @@ SHOWN = (
 app = typer.Typer()
 app.command("converge")(converge_command)
 app.command("distill")(distill_command)
+app.command("distill-ranks")(distill_ranks_command)
 app.command("grpo")(grpo_command)
 app.command("heads")(heads_command)
 app.command("logprobs")(logprobs_command)

@@ -1,13 +1,14 @@
-"""`cce-dist bench distill`."""
+"""`cce-dist bench distill`, and `bench distill-ranks`, which torchrun starts on every rank."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
 from cce_dist.bench import arguments as arg
+from cce_dist.bench.report import Cells
 
 # The columns of the terminal's table.
 SHOWN = (
@@ -111,3 +112,71 @@ def distill_command(
             report.finish_case([{name: row[name] for name in SHOWN} for row in shown])
     except DeviceLostError as error:
         restart_without(error)
+
+
+def distill_ranks_command(
+    size: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Ranks of a group; may be repeated. [every divisor of all ranks]"),
+    ] = None,
+    tokens: arg.Tokens = None,
+    vocab: arg.Size = 16384,
+    dim: Annotated[int, typer.Option(min=4, help="Of the student.")] = 256,
+    shape: arg.Shapes = None,
+    teacher_dim: Annotated[
+        int | None, typer.Option(min=4, help="[twice the student's hidden size]")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Divides both models' logits.")] = 1.0,
+    dtype: arg.Dtype = "bfloat16",
+    device: arg.Device = "cuda",
+    repeats: arg.Repeats = 10,
+    method: Annotated[
+        arg.Names, typer.Option(help="filtered, exact; may be repeated. [filtered]")
+    ] = None,
+    timeout_seconds: arg.CollectiveTimeout = 120.0,
+    csv_path: arg.CsvPath = None,
+    json_path: arg.JsonPath = None,
+) -> None:
+    """Distillation where ranks share both models' vocabulary; start it with torchrun.
+
+    torchrun --nproc-per-node 2 -m cce_dist bench distill-ranks --shape 8192x151936x2048
+
+    The models are those of `bench distill`. `one matmul` and `of_matmul` are of the student's
+    product alone.
+    """
+    from benchmarks.distillation.distill import golden_of
+    from benchmarks.distillation.inputs import make_models
+    from benchmarks.distillation.ranks import method_of
+    from cce_dist.bench.ranks import bench_ranks, joined, make_places
+    from cce_dist.bench.report import Report
+    from cce_dist.distillation.loss import GradientOfBoth
+
+    with arg.refusals():
+        names = method or ["filtered"]
+        if unknown := sorted(set(names) - set(get_args(GradientOfBoth))):
+            raise ValueError(f"method must be filtered or exact, got {unknown}")
+        shapes, wanted = arg.shapes_of("zipf", shape, tokens, vocab, dim), arg.dtype_of(dtype)
+        context = joined(device, timeout_seconds)
+    with arg.refusals(), context as job:
+        sizes = size or [n for n in range(1, job.size + 1) if job.size % n == 0]
+        report = Report(arg.machine_of(str(job.device), 0, job.size), csv_path, json_path)
+        for parsed in shapes:
+            common = {"temperature": temperature, "dtype": wanted, "device": job.device}
+            student, teacher = make_models(parsed, teacher_dim or 2 * parsed.dim, **common)
+            golden = golden_of(student, teacher)
+            about = {
+                **student.description,
+                "D_teacher": teacher.hidden.shape[1],
+                "temperature": f"{temperature:g}",
+                **golden.description,
+            }
+
+            def save(rows: list[Cells], about: dict[str, str | int] = about) -> None:
+                if job.is_main:
+                    report.add(about, rows)
+
+            places = make_places(job, sizes, parsed.vocab_size, parallel=True)
+            methods = [method_of(name, teacher) for name in names]  # pyright: ignore[reportArgumentType]
+            gradients = golden.gradients
+            bench_ranks(job, student, methods, places, repeats=repeats, golden=gradients, save=save)
+            report.finish_case()

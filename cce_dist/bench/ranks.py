@@ -148,6 +148,7 @@ def bench_ranks(
     *,
     repeats: int,
     backend: Backend = "auto",
+    golden: Gradients | None = None,
     save: Callable[[list[Cells]], None] = lambda rows: None,
 ) -> list[Cells]:
     """Returns a row for every method and place, after rows of the bare product of a rank's rows.
@@ -157,6 +158,7 @@ def bench_ranks(
     Args:
         inputs: all tokens and the whole vocabulary, the same on every rank.
         backend: of our methods.
+        golden: of all tokens and the whole vocabulary; None: those of the mean cross-entropy.
         save: called with all rows so far after every method, and at the end.
     Raises:
         RuntimeError: the error of one of our gradients is more than WORST_ERROR_RATIO times that
@@ -166,7 +168,7 @@ def bench_ranks(
     with nullcontext() if job.device.type == "cpu" else fresh_compiler():
         one = torch.zeros(1, device=job.device)
         timer = Timer(job.device, HEAD_START_CYCLES, align=lambda: dist.all_reduce(one))
-        golden = golden_gradients(inputs)
+        golden = golden_gradients(inputs) if golden is None else golden
         trials = [
             Trial(FLOOR, place, _inputs_of(inputs, place))
             for place in places

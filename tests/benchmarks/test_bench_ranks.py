@@ -33,6 +33,25 @@ from tests.support.torchrun import bench
 
 
 @pytest.mark.timeout(180)
+def test_distillation_is_measured_beside_one_rank(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.csv"
+    where = ("--device", "cpu", "--dtype", "float32", "--shape", "64x512x16", "--repeats", "3")
+    code, output = bench(tmp_path, "distill-ranks", *where, "--csv", str(path))
+    assert code == 0, output
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    places = [(row["method"], row["ranks"], row["sequence_parallel"]) for row in rows]
+    ours = [("filtered", "1", ""), ("filtered", "2", ""), ("filtered", "2", "yes")]
+    assert places == [("one matmul", "1", ""), ("one matmul", "2", ""), *ours]
+    for row in rows:
+        assert float(row["median_ms"]) > 0 and not row["failed"]
+    for row in rows[2:]:
+        # Of q - p, whose digits cancel.
+        assert max(float(row["grad_hidden_error"]), float(row["grad_weight_error"])) < 2e-5
+        assert row["D_teacher"] == "32" and float(row["mean_kl"]) > 0
+
+
+@pytest.mark.timeout(180)
 def test_ranks_are_measured_beside_one(tmp_path: Path) -> None:
     path = tmp_path / "ranks.csv"
     where = ("--device", "cpu", "--dtype", "float32", "--shape", "64x512x16", "--repeats", "3")
