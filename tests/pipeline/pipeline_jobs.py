@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -120,18 +121,21 @@ def evaluate(group: Any, setup: Setup, rel: float = 1e-12) -> None:
         embedding.close()
 
 
-def on_last_stage(group: Any, setup: Setup, rel: float) -> None:
+def on_last_stage(group: Any, setup: Setup, rel: float, *, distils: bool = False) -> None:
     """The head on the last stage's ranks, which share its rows."""
     pipeline, tensor = grid_of(group, setup)
     rank, size = dist.get_rank(pipeline), dist.get_world_size(pipeline)
     model = Model.make(setup, size * setup.stages_of_a_rank)
-    right = model.whole(setup)
+    right = distilled_whole(model) if distils else model.whole(setup)
     stages = make_stages(setup, model, pipeline)
     every = shards(setup.vocab_size, setup.tensor)
     shard = every[0 if tensor is None else dist.get_rank(tensor)]
     rows = slice(shard.start, shard.stop)
     weight = nn.Parameter(model.weight[rows].clone())
-    loss = LastStageLoss(weight, group=tensor, vocab_shard=shard, reduction=setup.options.reduction)
+    options: dict[str, Any] = {"vocab_shard": shard, "reduction": setup.options.reduction}
+    if distils:
+        options |= {"teacher": teacher_of, "teacher_weight": teacher_head(model)[rows], **DISTILS}
+    loss = LastStageLoss(weight, group=tensor, **options)
     schedule = make_schedule(setup, stages, loss)
     args, kwargs = arguments(stages, model)
     if setup.schedule in ("zero_bubble", "zbv"):
@@ -156,6 +160,38 @@ def on_last_stage(group: Any, setup: Setup, rel: float) -> None:
     if losses:
         found |= {"losses": torch.stack(losses).detach(), "weight": weight.grad}
     require_close(found, {**right, "weight": right["weight"][rows]}, rel)
+
+
+DISTILS = {"temperature": 2.0, "alpha": 0.3}
+
+
+def teacher_of(targets: Tensor) -> Tensor:
+    assert not torch.is_grad_enabled()
+    frequencies = torch.arange(1, 9, device=targets.device, dtype=torch.float64)
+    return (targets[..., None] * frequencies).cos()
+
+
+def teacher_head(model: Model) -> Tensor:
+    return model.weight[:, :8].cos()
+
+
+def distilled_whole(model: Model) -> dict[str, Tensor]:
+    """As `Model.whole`, of a sum of each microbatch's distillation from `teacher_of`."""
+    blocks, weight = copy.deepcopy(model.blocks), model.weight.clone().requires_grad_()
+    T, alpha, losses = DISTILS["temperature"], DISTILS["alpha"], []
+    for x, targets in zip(model.x.split(MICROBATCH), model.targets.split(MICROBATCH), strict=True):
+        for block in blocks:
+            x = block(x)
+        with torch.no_grad():
+            p = (teacher_of(targets) @ teacher_head(model).T / T).softmax(-1)
+        z, counts = x @ weight.T, targets >= 0
+        nll = -z.log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+        kl = (p * (p.log() - (z / T).log_softmax(-1))).sum(-1)
+        loss = ((1 - alpha) * kl + alpha * nll)[counts].sum()
+        loss.backward()
+        losses.append(loss.detach())
+    grads = {f"{i}.{n}": p.grad for i, b in enumerate(blocks) for n, p in b.named_parameters()}
+    return {"losses": torch.stack(losses), "weight": weight.grad, **grads}  # pyright: ignore
 
 
 def many_steps(group: Any, setup: Setup, steps: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import replace
 from typing import Any
@@ -251,6 +252,14 @@ def test_an_evaluation_between_steps(pools: dict[int, RankPool], schedule: str) 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_head_on_the_last_stage(pools: dict[int, RankPool], schedule: str, static: bool) -> None:
     pools[2].run(2, on_last_stage, Setup(schedule, static=static), 1e-12)
+
+
+@pytest.mark.parametrize(("schedule", "tensor"), [("1f1b", 1), ("zbv", 1), ("1f1b", 2)])
+def test_distillation_on_the_last_stage(
+    pools: dict[int, RankPool], schedule: str, tensor: int
+) -> None:
+    distil = functools.partial(on_last_stage, distils=True)
+    pools[2 * tensor].run(2 * tensor, distil, Setup(schedule, tensor=tensor), 1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from cce_dist.distillation import linear_distillation
 from cce_dist.loss import linear_cross_entropy
 from cce_dist.pipeline.schedules.torch_schedules import stages_of
 
@@ -23,7 +26,11 @@ class LastStageLoss:
             backward (zero bubble, ZBV, DualPipeV) weight and `bias` must be parameters of the last
             stage's module: torch then makes gradients of no other tensors.
         group: the last stage's tensor-parallel ranks, which share the vocabulary; None: one rank.
-        options: keywords of `linear_cross_entropy`, with `bias`; reduction is "mean" or "sum".
+        teacher: called without gradients with a microbatch's targets, its token ids under shift=1;
+            returns a teacher's hidden states [..., D_teacher] of the same tokens. The loss is then
+            `linear_distillation`, whose teacher_weight is one of `options`.
+        options: keywords of `linear_cross_entropy`, or with `teacher` of `linear_distillation`;
+            `bias` is one of them. reduction is "mean" or "sum".
     Raises:
         ValueError: a schedule has no use for an option, or an option would count twice; in a call,
             the schedule would lose the weight's gradient.
@@ -36,6 +43,7 @@ class LastStageLoss:
         weight: Tensor,
         *,
         group: ProcessGroup | DeviceMesh | None = None,
+        teacher: Callable[[Tensor], Tensor] | None = None,
         **options: object,
     ) -> None:
         if options.get("reduction") == "none" or options.get("stats"):
@@ -49,8 +57,9 @@ class LastStageLoss:
                 "output_args calls loss_fn and its backward once more than there are microbatches"
             )
         # A keyword that the loss does not have is refused here, and not in the first step.
-        inspect.signature(linear_cross_entropy).bind(None, weight, None, group=group, **options)
-        self.weight, self.group = weight, group
+        known = inspect.signature(linear_cross_entropy if teacher is None else linear_distillation)
+        known.bind(None, weight, None, group=group, **options)
+        self.weight, self.group, self.teacher = weight, group, teacher
         self.options: dict[str, Any] = options
         self._knows_schedule = False
 
@@ -58,7 +67,13 @@ class LastStageLoss:
         if not self._knows_schedule:
             self._check_schedule(_calling_schedule())
             self._knows_schedule = True
-        loss = linear_cross_entropy(output, self.weight, target, group=self.group, **self.options)
+        tensors, options = (output, self.weight), {**self.options, "group": self.group}
+        if self.teacher is None:
+            loss = linear_cross_entropy(*tensors, target, **options)
+        else:
+            with torch.no_grad():
+                hidden = self.teacher(target)
+            loss = linear_distillation(*tensors, hidden, targets=target, **options)
         assert isinstance(loss, Tensor)
         return loss
 
