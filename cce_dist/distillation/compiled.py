@@ -20,7 +20,7 @@ from cce_dist.backends.torch.pick import pick_on_device
 from cce_dist.core.types import accumulate_dtype
 from cce_dist.distillation.by_kernels import DistillByKernels
 from cce_dist.distillation.divergences import Divergences
-from cce_dist.distillation.function import Computed, Distill, Objective, Teacher
+from cce_dist.distillation.function import Computed, Distill, Objective, Teacher, takes_tiles
 from cce_dist.distillation.teacher import teacher_of
 from cce_dist.frontend import validation
 from cce_dist.frontend.compiled import bind, constant, refuse_mpi
@@ -28,7 +28,7 @@ from cce_dist.frontend.compiled_operators import BOUND, OperatorContext, apart, 
 from cce_dist.frontend.inputs import Inputs
 from cce_dist.frontend.prepare import differentiates, local_targets_of, narrow
 from cce_dist.frontend.reduction import TokenLoss, pick_tokens
-from cce_dist.options import LossOptions
+from cce_dist.options import Backend, LossOptions
 from cce_dist.vocab_shard import VocabShard
 
 # The first tensors that both autograd functions save: hidden, weight, bias, the teacher's three.
@@ -72,7 +72,7 @@ def num_vectors(plan: Plan) -> int:
 def _bind(key: str, objective: tuple[Any, ...], of_teacher: tuple[float | None, float]) -> str:
     """Makes the key of a compiled call, once, when the call is traced.
 
-    Args: objective: divergence, beta, temperature, alpha.
+    Args: objective: divergence, beta, temperature, alpha, takes_tiles.
     """
     name, beta, *others = objective
     bound = Bound(key, Objective(Divergences(name, beta), *others), of_teacher)
@@ -87,6 +87,11 @@ def _takes_kernels(key: str, dtype: torch.dtype, device: str) -> bool:
     return is_by_kernels(BOUND[key].plan(hidden, 1, [False] * 4))
 
 
+@torch.compiler.assume_constant_result
+def _takes_tiles(backend: Backend, dtype: torch.dtype, device: str) -> bool:
+    return takes_tiles(backend, torch.empty(1, 1, dtype=dtype, device=device))
+
+
 def compute(
     inputs: Inputs,
     of_teacher: tuple[Tensor, Tensor, Tensor | None],
@@ -95,6 +100,7 @@ def compute(
     group: Any,
     vocab_shard: VocabShard | None,
     objective: Objective,
+    of_tiles: Backend,
 ) -> Computed:
     """Traces `loss.compute`, or runs it on fake tensors.
 
@@ -120,7 +126,8 @@ def compute(
     if apart_nll and _takes_kernels(key, hidden.dtype, hidden.device.type):
         alpha = 0.0
     numbers = map(constant, (divergences.beta, objective.temperature, alpha))
-    of_objective = (divergences.name, *numbers)
+    tiles = _takes_tiles(of_tiles, hidden.dtype, hidden.device.type)
+    of_objective = (divergences.name, *numbers, tiles)
     of_logits = (constant(teacher.softcap), constant(teacher.logit_scale))
     value, nll, _, _ = torch.ops.cce_dist.distill(
         flat,

@@ -12,6 +12,7 @@ from cce_dist.algorithm.autograd import pad_bias
 from cce_dist.algorithm.call import Call, GradWeight
 from cce_dist.algorithm.once import once_differentiable, outside_autocast
 from cce_dist.algorithm.plan import Plan
+from cce_dist.backends.choose import TORCH, choose_backend
 from cce_dist.core.stats import Stats, logaddexp_parts
 from cce_dist.core.types import Head, Tokens
 from cce_dist.distillation.divergences import Divergences, Sums
@@ -24,6 +25,7 @@ from cce_dist.distillation.sweep import (
     second_pass,
 )
 from cce_dist.frontend.reduction import PickedTokens, TokenLoss
+from cce_dist.options import Backend, LossOptions
 from cce_dist.ranks.gather import all_gather, require, require_same_sizes
 from cce_dist.ranks.merge_header import NUM_DIGITS, RULE, encode, flaw, is_sound
 
@@ -43,6 +45,19 @@ class Objective:
     divergences: Divergences
     temperature: float
     alpha: float
+    # Where no kernel computes both heads, kernels compute what follows the products.
+    takes_tiles: bool = False
+
+
+def takes_tiles(backend: Backend, hidden: Tensor) -> bool:
+    """Tells whether kernels compute what follows the products of a tile.
+
+    Raises:
+        ValueError: `backend` names kernels, and they cannot run.
+    """
+    if backend == "torch":
+        return False
+    return choose_backend(LossOptions(backend=backend), hidden, 1, 1) is not TORCH
 
 
 class Computed(NamedTuple):
@@ -128,7 +143,13 @@ def pair_of(
     tokens = replace(tokens, local_targets=tokens.local_targets.long())
     of_teacher, _ = plan.gather_hidden(teacher.hidden, defer_fill=False)
     room = plan.workspace_bytes(len(tokens), head)
-    vocab_size = plan.shard.vocab_size
+    vocab_size, divergences = plan.shard.vocab_size, objective.divergences
+    kernels = None
+    if objective.takes_tiles:
+        # Triton may be missing elsewhere.
+        from cce_dist.backends.triton.teacher.tiles import TileKernels
+
+        kernels = TileKernels(divergences.name, divergences.beta, objective.temperature)
     return Pair(
         student=tokens,
         head=head,
@@ -136,10 +157,11 @@ def pair_of(
         teacher_head=Head(
             teacher.weight, teacher.bias, None, vocab_size, teacher.softcap, teacher.logit_scale
         ),
-        divergences=objective.divergences,
+        divergences=divergences,
         temperature=objective.temperature,
         has_targets=objective.alpha > 0,
         workspace_bytes=room,
+        kernels=kernels,
     )
 
 

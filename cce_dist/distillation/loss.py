@@ -16,7 +16,7 @@ from cce_dist.algorithm.plan import Plan, plan_of
 from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
 from cce_dist.distillation.by_kernels import DistillByKernels
 from cce_dist.distillation.divergences import Divergence, Divergences
-from cce_dist.distillation.function import Computed, Distill, Objective, Teacher
+from cce_dist.distillation.function import Computed, Distill, Objective, Teacher, takes_tiles
 from cce_dist.distillation.teacher import local_teacher, teacher_of
 from cce_dist.frontend import validation
 from cce_dist.frontend.inputs import Inputs, options_of
@@ -92,9 +92,10 @@ def linear_distillation(
 
         (1 - alpha) D(p, q) + alpha nll,        nll of the target, at temperature 1
 
-    without a factor temperature^2. Gradients are by hidden, weight and bias. On a GPU the Triton
-    kernels compute forward KL with filtered gradients. All else is eager torch, tile by tile, with
-    gradients of every column. docs/design/distillation.md.
+    without a factor temperature^2. Gradients are by hidden, weight and bias. On a GPU Triton
+    kernels compute forward KL with filtered gradients in one pass. All else goes tile by tile, with
+    gradients of every column: products by torch, the rest by kernels or, elsewhere than on a GPU
+    and for float64, by eager torch. docs/design/distillation.md.
 
     Args:
         teacher_hidden: of the same tokens; D and dtype may differ from hidden's.
@@ -108,9 +109,9 @@ def linear_distillation(
         alpha: share of the target's cross-entropy, in [0, 1].
         stats: "divergence" and "nll"; nll needs alpha > 0.
         gradient: "filtered" lets the kernels replace columns where both models have little mass by
-            the product of their marginals; "exact" computes every column, in eager torch.
+            the product of their marginals; "exact" computes every column.
         filter: `Filter` of both models' mass together, without `eps`.
-        backend: "auto", "torch", or "triton", which needs forward KL with filtered gradients.
+        backend: "auto", "torch", or "triton", which takes no float64.
         group, vocab_shard, sequence_parallel, token_weight, ignore_index, reduction, shift,
             workspace_bytes: as in `linear_cross_entropy`; with sequence_parallel both hidden states
             are this rank's slices.
@@ -155,9 +156,9 @@ def linear_distillation(
     inputs, options, group, vocab_shard, parts = enter(inputs, options, group, vocab_shard)
     of_teacher = (teacher_hidden, teacher_weight, teacher_bias)
     of_teacher = local_teacher(hidden, weight, *of_teacher, parts)
-    options = _with_backend(options, objective, of_teacher[1])
+    options, of_tiles = _backends_of(options, objective, of_teacher[1])
     logits = teacher_softcap, teacher_logit_scale
-    arguments = (inputs, of_teacher, logits, options, group, vocab_shard, objective)
+    arguments = (inputs, of_teacher, logits, options, group, vocab_shard, objective, of_tiles)
     if is_traced():
         # The module imports the compiler, which a tracing caller has imported already.
         from cce_dist.distillation.compiled import compute as trace
@@ -181,11 +182,16 @@ def compute(
     group: Group | DeviceMesh | None,
     vocab_shard: VocabShard | None,
     objective: Objective,
+    of_tiles: Backend,
 ) -> Computed:
-    """Computes each token's values of plain tensors eagerly."""
+    """Computes each token's values of plain tensors eagerly.
+
+    Args: of_tiles: the backend of what follows the products of a tile.
+    """
     hidden, weight, targets, bias, token_weight = inputs[:5]
     ranks, shard, shape = validate(inputs, options, group, vocab_shard)
     teacher = teacher_of(hidden, *of_teacher, len(weight), shard, logits)
+    objective = replace(objective, takes_tiles=takes_tiles(of_tiles, hidden))
     plan = plan_of(hidden, targets.numel(), options, ranks, shard)
     picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
     of_range = (shard.vocab_size, options.ignore_index, picked.in_range)
@@ -231,26 +237,25 @@ def _divergence_and_nll(
     return value, TwoPass.apply(*tensors, None, call)[0]
 
 
-def _with_backend(
+def _backends_of(
     options: LossOptions, objective: Objective, teacher_weight: object
-) -> LossOptions:
-    """Returns the options with backend "torch" where kernels cannot compute the call.
+) -> tuple[LossOptions, Backend]:
+    """Returns the options, with backend "torch" where no kernel computes both heads; and there the
+    backend of what follows the products of a tile.
 
     Raises:
-        ValueError: backend="triton" was asked for.
+        ValueError: kernels were asked for, which take no float64.
     """
-    reason = None
-    if objective.divergences.name != "forward_kl":
-        reason = f'divergence="forward_kl", got {objective.divergences.name!r}'
-    elif options.gradient != "filtered":
-        reason = f'gradient="filtered", got {options.gradient!r}'
-    elif getattr(teacher_weight, "dtype", None) == torch.float64:
-        reason = "a teacher in bf16, fp16 or fp32, got float64"
-    if reason is None:
-        return options
-    if options.backend == "triton":
-        raise ValueError(f'backend="triton" of linear_distillation needs {reason}')
-    return replace(options, backend="torch")
+    is_wide = getattr(teacher_weight, "dtype", None) == torch.float64
+    if is_wide and options.backend == "triton":
+        raise ValueError(
+            'backend="triton" of linear_distillation needs a teacher in bf16, fp16 or fp32, got '
+            "float64"
+        )
+    of_heads = objective.divergences.name == "forward_kl" and options.gradient == "filtered"
+    if of_heads and not is_wide:
+        return options, "torch"
+    return replace(options, backend="torch"), "torch" if is_wide else options.backend
 
 
 def output_of(

@@ -1,10 +1,13 @@
-"""Sweeps over the tiles of both models' logits on this rank's shard, in eager torch."""
+"""Sweeps over the tiles of both models' logits on this rank's shard.
+
+The products are torch's. What follows them is eager torch too, or kernels that read a tile once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +24,12 @@ from cce_dist.backends.torch.tiles import (
 from cce_dist.core.types import Head, Tokens, accumulate_dtype, largest_operand
 from cce_dist.distillation.divergences import Divergences, Sums
 
-# Tiles of both models in memory at once, over those of one model's loss.
-TILES_OVER = 3
+if TYPE_CHECKING:
+    from cce_dist.backends.triton.teacher.tiles import TileKernels
+
+# Tiles of both models in memory at once, over those of one model's loss: in eager torch, and for
+# kernels, which need both models' logits and a gradient.
+TILES_OVER = {False: 3, True: 1}
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class Pair:
     temperature: float
     has_targets: bool  # the target's cross-entropy, at temperature 1, is part of the loss
     workspace_bytes: int
+    kernels: TileKernels | None  # None: eager torch
 
     @property
     def dtype(self) -> torch.dtype:
@@ -45,7 +53,8 @@ class Pair:
 
     @property
     def size(self) -> TileSize:
-        return TileSize.choose(self.head.weight, self.workspace_bytes // TILES_OVER)
+        over = TILES_OVER[self.kernels is not None]
+        return TileSize.choose(self.head.weight, self.workspace_bytes // over)
 
     def tiles(self) -> Iterator[_Tile]:
         """Yields all tiles, those of the same columns one after the other."""
@@ -58,7 +67,9 @@ class Pair:
                 z, slope = student(start, stop)
                 y, _ = teacher(start, stop)
                 at, columns = slice(start, stop), slice(first, last)
-                z, y = z.to(self.dtype), y.to(self.dtype).div_(self.temperature)
+                z, y = z.to(self.dtype), y.to(self.dtype)
+                if self.kernels is None:
+                    y = y.div_(self.temperature)
                 yield _Tile(at, columns, z, slope, y)
 
     def nothing(self) -> Tensor:
@@ -72,7 +83,7 @@ class _Tile(NamedTuple):
     columns: slice
     z: Tensor  # the student's logits at temperature 1
     slope: Tensor | None  # of the student's softcap
-    y: Tensor  # the teacher's logits over the temperature
+    y: Tensor  # the teacher's logits, in eager torch over the temperature
 
 
 class FirstPass(NamedTuple):
@@ -87,15 +98,21 @@ def first_pass(pair: Pair) -> FirstPass:
     nothing = pair.nothing()
     total = Sums(nothing, nothing.clone(), torch.zeros_like(nothing))
     lse, target_logit = nothing.clone(), torch.zeros_like(nothing)
+    local_targets = pair.student.local_targets
     for tile in pair.tiles():
         at = tile.tokens
+        if pair.kernels is not None:
+            targets = (local_targets[at], lse[at], target_logit[at]) if pair.has_targets else None
+            totals = (total.student[at], total.teacher[at], total.kl[at])
+            pair.kernels.add_sums(tile.z, tile.y, tile.columns.start, totals, targets)
+            continue
         new = pair.divergences.sums(tile.z / pair.temperature, tile.y)
         parts = (torch.stack([old[at], part]) for old, part in zip(total, new, strict=True))
         for old, merged in zip(total, pair.divergences.merge(Sums(*parts)), strict=True):
             old[at] = merged
         if pair.has_targets:
             lse[at] = torch.logaddexp(lse[at], tile.z.logsumexp(1))
-            rows, columns = find_targets(pair.student.local_targets[at], tile.columns)
+            rows, columns = find_targets(local_targets[at], tile.columns)
             target_logit[rows + at.start] = tile.z[rows, columns]
     return FirstPass(total, lse, target_logit)
 
@@ -106,6 +123,9 @@ def second_pass(pair: Pair, sums: Sums) -> tuple[Tensor, Tensor]:
     for tile in pair.tiles():
         at = tile.tokens
         some = Sums(*(x[at] for x in sums))
+        if pair.kernels is not None:
+            pair.kernels.add_terms(tile.z, tile.y, some[:2], value[at], mean[at])
+            continue
         part, slope = pair.divergences.terms(tile.z / pair.temperature, tile.y, some)
         value[at] += part
         mean[at] += slope
@@ -149,8 +169,16 @@ def gradients(
             columns = None
             if weight is not None:
                 columns = new(tile.z.shape[1], head.weight.shape[1], dtype=dtype)
-        grad = _grad_logits(pair, tile, sums, mean, lse, upstream).to(dtype)
-        operand = (grad if scale is None else grad / scale).to(operand_dtype(head.weight))
+        # A sum over tokens has the digits of a gradient that is not rounded.
+        wanted = dtype if bias else operand_dtype(head.weight)
+        if pair.kernels is None:
+            grad = _grad_logits(pair, tile, sums, mean, lse, upstream)
+            grad = grad if scale is None else grad / scale
+        else:
+            some = tuple(x[tile.tokens] for x in (*sums[:2], mean, lse))
+            grad = _by_kernels(pair, tile, some, upstream, scale, wanted)
+        grad = grad.to(wanted)
+        operand = grad.to(operand_dtype(head.weight))
         if of_hidden is not None:
             rows = head.weight[tile.columns].to(operand.dtype)
             add_product(of_hidden[tile.tokens], operand, rows, scale)
@@ -158,9 +186,26 @@ def gradients(
             rows = tokens.take(tile.tokens.start, tile.tokens.stop).to(operand.dtype)
             add_product(columns, operand.T, rows, scale)
         if of_bias is not None:
-            of_bias[tile.columns] += grad.sum(0)
+            of_bias[tile.columns] += grad.sum(0) if scale is None else grad.sum(0) * scale
     _store(weight, open_columns, columns)
     return of_hidden, of_bias
+
+
+def _by_kernels(
+    pair: Pair,
+    tile: _Tile,
+    sums: tuple[Tensor, ...],
+    upstream: Upstream,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    assert pair.kernels is not None
+    at, nll = tile.tokens, upstream.nll
+    return pair.kernels.gradient(
+        *(tile.z, tile.y, tile.slope, tile.columns.start, pair.student.local_targets[at], sums),
+        (upstream.divergence[at], None if nll is None else nll[at]),
+        *(pair.head.logit_scale, scale, dtype),
+    )
 
 
 def _store(weight: WeightGrad | None, at: slice, columns: Tensor | None) -> None:
@@ -191,10 +236,10 @@ def _grad_logits(
 
 
 def _scale_of(pair: Pair, upstream: Upstream) -> Tensor | None:
-    """Returns a power of two near the largest upstream gradient, by which 16-bit operands are
-    divided: a mean over tokens is below fp16's smallest number. None: operands are wider."""
+    """Returns a power of two near the largest upstream gradient, by which fp16 operands are
+    divided: a mean over tokens is below fp16's smallest number. None: there are none."""
     weight = pair.head.weight
-    if operand_dtype(weight) == accumulate_dtype(weight.dtype) or not len(pair.student):
+    if operand_dtype(weight) != torch.float16 or not len(pair.student):
         return None
     parts = [x for x in upstream if x is not None]
     largest = torch.stack([x.abs().amax() for x in parts]).amax()

@@ -202,8 +202,8 @@ class Distillation:
         chosen = self.options.gradient != "filtered" or self.options.backend == "torch"
         if student.is_cuda and beta != 0 and not chosen:
             return (
-                f"on a GPU cce_dist has kernels for beta=0, got beta={beta}, and TRL's own make no "
-                "logits either; apply(gradient='exact') takes cce_dist's eager torch"
+                f"cce_dist computes beta=0 in one pass, got beta={beta}, for which TRL's kernels "
+                "make no logits either; apply(gradient='exact') takes cce_dist's"
             )
         return None
 

@@ -376,14 +376,6 @@ def check_ranks(both: Both, ranks: Any, split: bool, call: Any, limit: float) ->
 # -- what is refused ----------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "divergence": (
-        {"divergence": "jsd"},
-        '^backend="triton" of linear_distillation needs divergence="forward_kl", got \'jsd\'',
-    ),
-    "exact": (
-        {"gradient": "exact"},
-        '^backend="triton" of linear_distillation needs gradient="filtered", got \'exact\'',
-    ),
     "in_forward": (
         {"gradient": "in_forward"},
         "^gradient must be one of 'filtered', 'exact', got 'in_forward'",

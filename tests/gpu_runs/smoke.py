@@ -78,6 +78,9 @@ _TESTS: dict[str, tuple[str, ...]] = {
         "triton_cuda",
     ),
     "distillation/test_by_kernels.py::test_filtered_over_two_gpus": ("[True]",),
+    "distillation/test_tiles.py::test_values_and_gradients_are_those_of_dense_logits": (
+        *("triton_cuda-fp32-all-", "triton_cuda-fp16-all-", "triton_cuda-bf16-all-"),
+    ),
     "distillation/test_listed.py::test_values_and_gradients_are_those_of_dense_logits": (
         "triton_cuda-forward_kl-class-1-",
     ),
@@ -93,7 +96,7 @@ _TESTS: dict[str, tuple[str, ...]] = {
     ),
     "core/test_tracing.py::test_selective_checkpointing": ("triton_cuda-screened-",),
     "backends/triton/test_replay.py::test_a_played_call_has_the_bits_of_a_prepared_one": (
-        *("triton_cuda-filtered]", "triton_cuda-screened]"),
+        *("triton_cuda-filtered]", "triton_cuda-screened]", "triton_cuda-distillation]"),
     ),
     "backends/triton/test_triton_gpu.py::test_triton_in_a_cuda_graph": (
         *("[filtered-bf16]", "[exact-fp16]", "[chunks-bf16]"),
@@ -153,6 +156,9 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
     ),
     "distillation/test_by_kernels.py::test_values_and_gradients_are_those_of_dense_logits": (
         "teacher_forward_kernel",
+    ),
+    "distillation/test_tiles.py::test_values_and_gradients_are_those_of_dense_logits": (
+        *("tile_sums_kernel", "tile_terms_kernel", "tile_gradient_kernel"),
     ),
     "frontend/test_largest.py::test_the_first_largest_logit": ("merge_extras_kernel",),
     "frontend/test_support.py::test_they_are_those_of_dense_logits": (

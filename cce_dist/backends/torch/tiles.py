@@ -87,8 +87,10 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, scale: Tensor | None = None) -> None:
     """Adds scale * (a @ b) to out in its dtype; `scale` undoes the operand scaling of fp16."""
-    if a.dtype == out.dtype and scale is None:
+    if scale is None and a.dtype == out.dtype:
         out.addmm_(a, b)
+    elif scale is None:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         result = product(a, b)
         out.add_(result if scale is None else result * scale)

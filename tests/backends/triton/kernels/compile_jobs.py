@@ -41,6 +41,7 @@ from cce_dist.backends.protocol import (
     TeacherPart,
     WeightGrad,
 )
+from cce_dist.backends.torch.tiles import GPU_COLUMNS
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import keep
@@ -50,6 +51,7 @@ from cce_dist.backends.triton.launch import start as launch_start
 from cce_dist.backends.triton.pairs import PART, pair_gradients, pair_logits
 from cce_dist.backends.triton.stats import forward, statistics_of_segments
 from cce_dist.backends.triton.teacher.forward import forward_of_heads
+from cce_dist.backends.triton.teacher.tiles import KINDS, TileKernels
 from cce_dist.backends.triton.tokens.merge import merge_lse_and_target, pack_lse_and_target
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.backends.triton.warm_up import NoSum
@@ -400,8 +402,24 @@ def compile_heads() -> None:
         backward(tokens, heads[0], later)
 
 
+def compile_tiles() -> None:
+    """The most columns that a tile has on a GPU, of every divergence."""
+    tile, vector = torch.zeros(2, GPU_COLUMNS), torch.zeros(2)
+    targets = torch.zeros(2, dtype=torch.int64)
+    for name in KINDS:
+        kernels = TileKernels(name, 0.3, 2.0)
+        kernels.add_terms(tile, tile, (vector, vector), vector, vector)
+        for of_all in (None, (targets, vector, vector)):
+            kernels.add_sums(tile, tile, 16, (vector, vector, vector), of_all)
+        for some, dtype in ((None, torch.bfloat16), (vector, torch.float32)):
+            slope, scale = (None, None) if some is None else (tile, vector[0])
+            at = (tile, tile, slope, 16, targets, (vector,) * 4, (vector, some))
+            kernels.gradient(*at, 0.5, scale, dtype)
+
+
 OTHERS = {
     "heads": compile_heads,
+    "tiles": compile_tiles,
     "largest": compile_largest,
     "small": compile_small,
     "pairs": compile_pairs,

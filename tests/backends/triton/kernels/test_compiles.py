@@ -35,9 +35,12 @@ TENSOR = 512
 # By compute capability. Triton goes through the same passes for B200 and RTX 50, and for A10 and
 # A6000, L4 and L40S, A100: what GPUs of a generation have in common is compiled for the first.
 JOBS = (
-    *("100:bf16,everything,exact,e4m3,small,pairs,segments,heads", "120:bf16,exact,fp32-exact"),
-    *("86:bf16,everything,int8,heads", "89:e4m3", "80:everything,temperature-exact"),
-    "90:bf16,chunk,temperature,temperature-softcap,heads",
+    *(
+        "100:bf16,everything,exact,e4m3,small,pairs,segments,heads,tiles",
+        "120:bf16,exact,fp32-exact",
+    ),
+    *("86:bf16,everything,int8,heads,tiles", "89:e4m3", "80:everything,temperature-exact"),
+    "90:bf16,chunk,temperature,temperature-softcap,heads,tiles",
 )
 # In a process each.
 CAPABILITIES = ((100,), (90, 120), (86, 89, 80))

@@ -1,0 +1,141 @@
+"""Every divergence with gradients of every column, by kernels that read tiles of both logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist import VocabShard
+from cce_dist.backends.triton.teacher.tiles import TileKernels
+from cce_dist.testing import DTYPES, Place, shared_pool
+from tests.distillation.test_by_kernels import BY_PLACE, gradients, wide_leaves
+from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, error
+
+# Relative: logits and sums are fp32, d_logits have the operands' digits.
+VALUES = 3e-6
+GRADIENTS = {"fp32": 4e-6, "fp16": 1e-3, "bf16": 4e-3}
+CALLS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "no cross-entropy": {"alpha": 0.0, "stats": ("divergence",), "temperature": 1.0},
+    "teacher's softcap": {"alpha": 0.0, "stats": (), "softcap": None, "teacher_softcap": 5.0},
+    "many tiles": {"workspace_bytes": 2**17},
+}
+
+
+def noted(names: list[str], name: str, call: Any) -> Any:
+    def note(*args: Any) -> Any:
+        names.append(name)
+        return call(*args)
+
+    return note
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that were launched."""
+    names: list[str] = []
+    for name in ("add_sums", "add_terms", "gradient"):
+        monkeypatch.setattr(TileKernels, name, noted(names, name, getattr(TileKernels, name)))
+    return names
+
+
+# Of 16 bits one call does: what it rounds depends on no option.
+CASES = [
+    pytest.param(*each.values, call, id=f"{each.id}-{call}", marks=each.marks)
+    for each in BY_PLACE
+    for call in CALLS
+    if each.values[1] == "fp32" or call == "all"
+]
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(("place", "dtype", "call"), CASES)
+def test_values_and_gradients_are_those_of_dense_logits(
+    place: Place, dtype: str, divergence: str, call: str, used: list[str]
+) -> None:
+    both, options = Both.make(DTYPES[dtype], place.device), CALLS[call]
+    leaves, wide = both.leaves(), wide_leaves(both)
+    run = {"divergence": divergence, "gradient": "exact", **place.options, **options}
+    found = both.run(leaves, **run)
+    loss = found if isinstance(found, Tensor) else found.loss
+    expected = both.dense(wide, divergence, options)
+    assert error(loss, expected.loss) < VALUES
+    if not isinstance(found, Tensor):
+        assert error(found.divergence, expected.divergence) < VALUES  # pyright: ignore
+        assert found.nll is None or error(found.nll, expected.nll) < VALUES  # pyright: ignore
+    ours, right = gradients(loss, leaves), gradients(expected.loss, wide)
+    for name, grad in ours.items():
+        assert error(grad, right[name]) < GRADIENTS[dtype], name
+    assert {"add_sums", "gradient"} <= set(used)
+    assert ("add_terms" in used) is (divergence in ("jsd", "tvd"))
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_masked_ids(divergence: str) -> None:
+    """As in eager torch: a masked id of the teacher adds nothing, nor one of both models; a tile
+    may have no other."""
+    both = Both.make(torch.float32)
+    both.teacher_bias[130:270] = -torch.inf
+    if divergence != "reverse_kl":  # which is then infinite
+        both.teacher_bias[5] = -torch.inf
+    both.bias[130:270] = -torch.inf
+    both.targets[(both.targets >= 130) & (both.targets < 270)] = 1
+    options = {"divergence": divergence, "gradient": "exact", "workspace_bytes": 2**17}
+    # A softcap would leave no logit at -inf.
+    options |= {"softcap": None, "shift": 0}
+    results = []
+    for backend in ("torch", "triton"):
+        leaves = both.leaves()
+        found = both.run(leaves, backend=backend, **options)
+        results.append((*found, *gradients(found.loss, leaves).values()))
+    for mine, right in zip(results[1], results[0], strict=True):
+        assert not mine.isnan().any()
+        assert error(mine, right.double()) < 1e-5
+
+
+def on_a_rank(group: Any, both: Both, split: bool, options: dict[str, Any]) -> Any:
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    start, stop = rank * CLASSES // size, (rank + 1) * CLASSES // size
+    heads = ("weight", "bias", "teacher_weight", "teacher_bias")
+    part = replace(both, **{name: getattr(both, name)[start:stop] for name in heads})
+    if split:
+        tokens = slice(rank * len(both.hidden) // size, (rank + 1) * len(both.hidden) // size)
+        split_up = {name: getattr(both, name)[tokens] for name in ("hidden", "teacher_hidden")}
+        part = replace(part, **split_up)
+    leaves = part.leaves()
+    where = {"group": group, "vocab_shard": VocabShard(start, stop, CLASSES)}
+    found = part.run(leaves, sequence_parallel=split, **where, **options)
+    return found.loss.detach(), gradients(found.loss, leaves)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("divergence", ["reverse_kl", "jsd"])
+def test_ranks(divergence: str, split: bool) -> None:
+    both = Both.make(torch.float32)
+    options = {"divergence": divergence, "gradient": "exact", "backend": "triton"}
+    ranks = shared_pool().run(2, on_a_rank, both, split, options)
+    wide = wide_leaves(both)
+    expected = both.dense(wide, divergence).loss
+    right = gradients(expected, wide)
+    for loss, _ in ranks:
+        assert torch.equal(loss, ranks[0][0]) and error(loss, expected) < VALUES
+    for name in ("weight", "bias"):
+        parts = torch.cat([grads[name] for _, grads in ranks])
+        assert error(parts, right[name]) < GRADIENTS["fp32"], name
+    hidden = [grads["hidden"] for _, grads in ranks]
+    assert error(torch.cat(hidden) if split else hidden[0], right["hidden"]) < GRADIENTS["fp32"]
+
+
+def test_float64_is_refused() -> None:
+    both = Both.make(torch.float64)
+    with pytest.raises(ValueError, match=r'backend="triton" .* needs a teacher in bf16, fp16 or'):
+        both.run(both.leaves(), gradient="exact", backend="triton")
+    narrow = {"teacher_hidden": both.teacher_hidden.float()}
+    narrow |= {"teacher_weight": both.teacher_weight.float()}
+    with pytest.raises(ValueError, match=r'backend="triton" cannot run here: .*float64'):
+        replace(both, **narrow).run(both.leaves(), gradient="exact", backend="triton")
