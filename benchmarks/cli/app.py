@@ -9,7 +9,11 @@ from typing import Annotated
 import typer
 
 from benchmarks.cli.converge import converge_command, parse_power
-from benchmarks.cli.distillation import distill_command, distill_ranks_command
+from benchmarks.cli.distillation import (
+    distill_command,
+    distill_ranks_command,
+    students_command,
+)
 from benchmarks.cli.heads import heads_command
 from benchmarks.cli.ranks import megatron_command, pipeline_command
 from benchmarks.cli.rl import grpo_command, logprobs_command
@@ -33,6 +37,7 @@ app.command("heads")(heads_command)
 app.command("logprobs")(logprobs_command)
 app.command("megatron")(megatron_command)
 app.command("pipeline")(pipeline_command)
+app.command("students")(students_command)
 
 
 @app.command("first-call")

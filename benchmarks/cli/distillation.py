@@ -1,14 +1,20 @@
-"""`cce-dist bench distill`, and `bench distill-ranks`, which torchrun starts on every rank."""
+"""`cce-dist bench distill`, `bench distill-ranks`, which torchrun starts on every rank, and `bench
+students`."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from cce_dist.bench import arguments as arg
 from cce_dist.bench.report import Cells
+from cce_dist.needs.extras import need_modules
+
+if TYPE_CHECKING:
+    from benchmarks.distillation.students import StudentWork
 
 # The columns of the terminal's table.
 SHOWN = (
@@ -180,3 +186,136 @@ def distill_ranks_command(
             gradients = golden.gradients
             bench_ranks(job, student, methods, places, repeats=repeats, golden=gradients, save=save)
             report.finish_case()
+
+
+def students_command(
+    context: typer.Context,
+    vocab: Annotated[
+        list[int] | None, typer.Option(min=257, help="May be repeated. [32768, 131072]")
+    ] = None,
+    divergence: Annotated[
+        arg.Names,
+        typer.Option(help="forward_kl, jsd, topk or cross_entropy; may be repeated. [all]"),
+    ] = None,
+    method: Annotated[
+        arg.Names, typer.Option(help="dense or ours; may be repeated. [both]")
+    ] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(min=0, help="May be repeated. [0, 1, 2]")
+    ] = None,
+    dim: Annotated[int, typer.Option(min=2, help="Of the student.")] = 384,
+    layers: Annotated[int, typer.Option(min=1, help="Of the student.")] = 4,
+    teacher_dim: Annotated[int, typer.Option(min=2)] = 1024,
+    teacher_layers: arg.Size = 8,
+    batch: arg.Size = 8,
+    sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
+    steps: Annotated[int, typer.Option(min=1, help="Of a student.")] = 300,
+    teacher_steps: arg.Size = 1000,
+    evaluations: Annotated[int, typer.Option(min=1, help="Number, at even distances.")] = 3,
+    held_out_tokens: arg.Size = 65536,
+    lr: Annotated[float, typer.Option(help="Highest of a student.")] = 1e-3,
+    teacher_lr: Annotated[float, typer.Option(help="Highest of the teacher.")] = 6e-4,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps of warmup.")] = 40,
+    megabytes: Annotated[float, typer.Option(min=0, help="Size of the text.")] = 80.0,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file, folder or JSONL; may be repeated. [the Python installation]"),
+    ] = None,
+    work_slice: Annotated[
+        str, typer.Option("--slice", help="K/N: this process is the K-th of N, from 0 on.")
+    ] = "0/1",
+    retry: Annotated[bool, typer.Option("--retry", help="Repeat failed runs.")] = False,
+    prepare_only: Annotated[
+        bool, typer.Option("--prepare", help="Make only the token ids, which takes no GPU.")
+    ] = False,
+    threads: arg.Threads = 0,
+    record: Annotated[Path, typer.Option(help="File that gets each finished run.")] = Path(
+        "docs/notebook/data/evidence/distillation/students.json"
+    ),
+    title: Annotated[
+        str, typer.Option(help="The record's title.")
+    ] = "Small students of a trained teacher, on real text",
+    cache: Annotated[Path, typer.Option(help="Folder of token ids and teachers.")] = Path(
+        "runs/students"
+    ),
+) -> None:
+    """Distil small students from a trained teacher on real text, by dense logits and by ours, and
+    record what they predict.
+
+    For each vocabulary a teacher is trained once, with cross-entropy. `topk` is forward KL from its
+    64 most probable ids at each token and the rest as one class; `cross_entropy` has no teacher.
+    `dense` is eager torch with fp32 softmaxes: `bench distill` compares times with compiled peers.
+    Both methods start with the same weights and see the same batches; a step's time has the
+    teacher's layers in it. In bf16 on a GPU, else in fp32. Each finished run is appended to the
+    record at once. The same command again goes on; processes with one record and cache, each with
+    its --slice, share the work. The table compares all of the record's runs after their last step.
+    """
+    import torch
+
+    from benchmarks.converge.plan import parse_slice
+    from benchmarks.distillation.student_losses import DIVERGENCES, METHODS
+    from benchmarks.distillation.students import StudentPlan, StudentSizes, StudentWork
+    from benchmarks.evidence.records import check_path, make_record
+
+    need_modules("tokenizers")
+    on_gpu = torch.cuda.is_available()
+    with arg.refusals():
+        check_path(record)
+        plan = StudentPlan(
+            vocab_sizes=tuple(vocab or (32768, 131072)),
+            divergences=tuple(divergence or DIVERGENCES),
+            methods=tuple(method or METHODS),
+            seeds=tuple([0, 1, 2] if seed is None else seed),
+            work_slice=parse_slice(work_slice),
+        )
+        # The other options of sizes are the fields of StudentSizes.
+        names = {field.name for field in dataclasses.fields(StudentSizes)} - {"dtype"}
+        values = {name: context.params[name] for name in names}
+        sizes = StudentSizes(**values, dtype="bfloat16" if on_gpu else "float32")
+        text = ", ".join(path.name for path in data or ()) or "of the Python installation"
+        settings = {**dataclasses.asdict(sizes), "text": text}
+        machine = arg.machine_of("cuda" if on_gpu else "cpu", threads)
+        empty = make_record(
+            "distillation", record.stem, title, machine, seeds=plan.seeds, settings=settings
+        )
+        work = StudentWork(plan, sizes, empty, record.parent, cache, tuple(data or ()))
+        raise typer.Exit(_train_students(work, retry=retry, prepare_only=prepare_only))
+
+
+def _train_students(work: StudentWork, *, retry: bool, prepare_only: bool) -> int:
+    """Trains the runs that the record lacks; returns the exit code, 1 if the device was lost.
+
+    Raises:
+        ConfigError, ValueError: the text cannot be used, or the record's file belongs to another
+            measurement.
+    """
+    import torch
+
+    from benchmarks.distillation.students import prepare, train_students
+    from benchmarks.evidence.distillation import summarize, times_of
+    from cce_dist.bench.methods import DeviceLostError
+    from cce_dist.bench.report import Report
+    from cce_dist.train.config.schema import ParallelConfig
+    from cce_dist.train.ranks import connect, leave
+
+    try:
+        if prepare_only:
+            for vocab_size in work.plan.vocab_sizes:
+                vocabulary = prepare(work, vocab_size, typer.echo)
+                typer.echo(f"V={vocab_size}: {work.cache / vocabulary.key}")
+            return 0
+        ranks = connect(ParallelConfig())
+        # Joining the job takes every core: give back those that were not asked for.
+        torch.set_num_threads(int(work.record.machine["threads"]))
+        train_students(work, ranks, typer.echo, retry=retry)
+    except DeviceLostError as error:
+        typer.echo(f"the device was lost in {error}; the same command again goes on", err=True)
+        return 1
+    leave(ranks)
+    report = Report(work.record.machine)
+    rows = work.recorded()
+    for name, shown in (("held-out text", summarize(rows)), ("steps", times_of(rows))):
+        report.add({"students,": name}, shown)
+        report.finish_case()
+    typer.echo(f"written: {work.folder / work.record.name}.json")
+    return 0

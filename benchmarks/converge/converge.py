@@ -33,6 +33,7 @@ from cce_dist.train.data.tokens import prepare_tokens
 from cce_dist.train.errors import JobError
 from cce_dist.train.loop import Job, start_run, train_step
 from cce_dist.train.metrics import peak_memory_bytes, reset_peak_memory
+from cce_dist.train.model.decoder import Decoder
 from cce_dist.train.model.head import head_loss_of
 from cce_dist.train.optimizer import make_optimizer
 from cce_dist.train.progress import Display
@@ -83,6 +84,7 @@ class Trainer:
         marks: steps after which held-out text is evaluated, the last step among them.
         about: cells that every row begins with.
         data_key: names the text.
+        measure: returns further cells of each evaluation.
     """
 
     def __init__(
@@ -93,9 +95,11 @@ class Trainer:
         about: Mapping[str, Cell],
         data_key: str,
         ranks: Ranks,
+        *,
+        measure: Callable[[Decoder], Cells] = lambda model: {},
     ) -> None:
         self.config, self.marks, self.text, self.about = config, marks, text, about
-        self.ranks = ranks
+        self.ranks, self.measure = ranks, measure
         stop = StopRequest()
         # The heartbeat is never started: a single rank waits for nobody.
         heartbeat = Heartbeat(ranks, config.parallel.timeout_s, lambda: bool(stop))
@@ -126,9 +130,11 @@ class Trainer:
         config, device = self.config, self.ranks.device
         model = self.run_of_model.model
         model.load_state_dict(self.initial)
+        # A run that failed in its backward has left gradients.
+        model.zero_grad(set_to_none=True)
         torch.manual_seed(config.run.seed)
         reset_peak_memory(device)
-        rows, seconds = [], []
+        rows, seconds, peak = [], [], 0
         # On a CPU the CPU time of all threads: other processes may run beside this one. A step
         # waits for the device before its update.
         clock = time.perf_counter if device.type == "cuda" else time.process_time
@@ -154,9 +160,13 @@ class Trainer:
                     started = clock()
                     train_step(self.job, run, step)
                     seconds.append(clock() - started)
+                    peak = max(peak, peak_memory_bytes(device))
                 if step in self.marks:
                     nats = evaluate(model, self.text, config, self.ranks)
-                    rows.append({**about, "part": "curve", "step": step, **nats})
+                    curve = {**about, "part": "curve", "step": step}
+                    rows.append({**curve, **nats, **self.measure(model)})
+                    # The peak is that of the steps.
+                    reset_peak_memory(device)
         timing: Cells = {
             "text": self.job.data_key,
             "steps": config.steps,
@@ -164,7 +174,7 @@ class Trainer:
             "seconds": sum(seconds),
             "median_step_ms": 1e3 * statistics.median(seconds),
             # On a CPU the peak would be the whole process's since its start.
-            "peak_gib": peak_memory_bytes(device) / GIB if device.type == "cuda" else None,
+            "peak_gib": peak / GIB if device.type == "cuda" else None,
         }
         if screened:
             timing["screened_share"] = float(torch.stack(screened).float().mean())
@@ -219,13 +229,28 @@ def prepare(work: Work, vocab_size: int, say: Say) -> Vocabulary:
 
 
 def _missing(work: Work, group: Group, retry: bool) -> list[str]:
-    mine = group._asdict().items()
+    mine = group._asdict()
+    return missing_methods(work.recorded(), mine, work.plan.methods, retry=retry)
+
+
+def missing_methods(
+    rows: Sequence[Mapping[str, Cell]],
+    group: Mapping[str, Cell],
+    methods: Sequence[str],
+    *,
+    retry: bool,
+) -> list[str]:
+    """Returns the methods of which `rows` have no run in the group.
+
+    Args:
+        retry: a failed run does not count.
+    """
     done = {
         row["method"]
-        for row in work.recorded()
-        if row["part"] == "run" and mine <= row.items() and not (retry and "failed" in row)
+        for row in rows
+        if row["part"] == "run" and group.items() <= row.items() and not (retry and "failed" in row)
     }
-    return [name for name in work.plan.methods if name not in done]
+    return [name for name in methods if name not in done]
 
 
 def _trainer(work: Work, group: Group, vocabulary: Vocabulary, ranks: Ranks, say: Say) -> Trainer:
@@ -238,36 +263,50 @@ def _trainer(work: Work, group: Group, vocabulary: Vocabulary, ranks: Ranks, say
 
 
 def _checkpoint(work: Work, vocabulary: Vocabulary, ranks: Ranks, say: Say) -> dict[str, Tensor]:
-    """Returns the weights to continue from; trains them with the dense loss if there are none yet.
+    """Returns the weights to continue from; trains them if there are none yet.
 
     Raises:
         JobError: the dense run fails.
     """
     sizes = dataclasses.replace(work.sizes, steps=work.sizes.checkpoint_steps)
+    about: dict[str, Cell] = {"part": "checkpoint", "vocab": vocabulary.size}
+    # One process makes the checkpoint; the others wait for it.
+    with locked(work.cache):
+        weights, trained = trained_once(sizes, vocabulary, work.cache, ranks, say)
+        if not any(about.items() <= row.items() for row in work.recorded()):
+            work.append([{**trained, **about}])
+    return weights
+
+
+def trained_once(
+    sizes: Sizes, vocabulary: Vocabulary, cache: Path, ranks: Ranks, say: Say
+) -> tuple[dict[str, Tensor], Cells]:
+    """Returns the weights of a model trained with the dense loss, and its last evaluation's row.
+
+    They are read from `cache`, or trained and written there. The caller holds the cache's lock.
+
+    Raises:
+        JobError: the run fails.
+    """
     identity = {**dataclasses.asdict(sizes), "vocab": vocabulary.size, "key": vocabulary.key}
     # The dense run has no filter and no screen: these fields do not change its weights.
     del identity["keep"], identity["max_kept"]
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:20]
-    path = work.cache / f"checkpoint-{key}.pt"
-    about: dict[str, Cell] = {"part": "checkpoint", "vocab": vocabulary.size}
-    # One process makes the checkpoint; the others wait for it.
-    with locked(work.cache):
-        if not path.exists():
-            say(f"V={vocabulary.size}: training the checkpoint, {sizes.steps} steps")
-            config = sizes.config(vocabulary.size, CHECKPOINT_SEED, "random", work.cache)
-            text = vocabulary.texts["random"]
-            maker = Trainer(config, (sizes.steps,), text, about, vocabulary.key, ranks)
-            rows = maker.run("dense", builders(ranks.device.type == "cuda", sizes)["dense"])
-            if "failed" in rows[-1]:
-                raise JobError(f"the checkpoint of V={vocabulary.size}: {rows[-1]['failed']}")
-            row = {**rows[-2], **rows[-1], **about}
-            partial = path.with_suffix(".partial")
-            torch.save({"weights": maker.run_of_model.model.state_dict(), "row": row}, partial)
-            partial.replace(path)
-        saved = torch.load(path, map_location=ranks.device, weights_only=True)
-        if not any(about.items() <= row.items() for row in work.recorded()):
-            work.append([saved["row"]])
-    return saved["weights"]
+    path = cache / f"checkpoint-{key}.pt"
+    if not path.exists():
+        say(f"V={vocabulary.size}: training the checkpoint, {sizes.steps} steps")
+        config = sizes.config(vocabulary.size, CHECKPOINT_SEED, "random", cache)
+        text = vocabulary.texts["random"]
+        maker = Trainer(config, (sizes.steps,), text, {}, vocabulary.key, ranks)
+        rows = maker.run("dense", builders(ranks.device.type == "cuda", sizes)["dense"])
+        if "failed" in rows[-1]:
+            raise JobError(f"the checkpoint of V={vocabulary.size}: {rows[-1]['failed']}")
+        partial = path.with_suffix(".partial")
+        saved = {"weights": maker.run_of_model.model.state_dict(), "row": {**rows[-2], **rows[-1]}}
+        torch.save(saved, partial)
+        partial.replace(path)
+    saved = torch.load(path, map_location=ranks.device, weights_only=True)
+    return saved["weights"], saved["row"]
 
 
 def _describe(group: Group, method: str, rows: Sequence[Cells]) -> str:

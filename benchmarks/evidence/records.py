@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 DIGITS = 6
 FOLDER = Path("docs/notebook/data/evidence")
 
-Kind = Literal["convergence", "fidelity", "end-to-end"]
+Kind = Literal["convergence", "fidelity", "end-to-end", "distillation"]
 # Numbers first: a fault of a cell is told by the first of these types.
 Cell = float | int | str | bool | None
 Row = Mapping[str, Cell]

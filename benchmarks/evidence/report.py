@@ -12,7 +12,12 @@ from typing import get_args
 from benchmarks.evidence.figures import write_figure
 from benchmarks.evidence.markdown import provenance
 from benchmarks.evidence.records import FOLDER, Kind, Record, read_records
-from benchmarks.evidence.show import show_convergence, show_end_to_end, show_fidelity
+from benchmarks.evidence.show import (
+    show_convergence,
+    show_distillation,
+    show_end_to_end,
+    show_fidelity,
+)
 
 PAGES = Path("docs/notebook/evidence")
 HEAD = "<!-- Written by `cce-dist report` from {records}: change those, not this. -->"
@@ -21,6 +26,7 @@ KINDS: dict[Kind, ModuleType] = {
     "convergence": show_convergence,
     "fidelity": show_fidelity,
     "end-to-end": show_end_to_end,
+    "distillation": show_distillation,
 }
 assert tuple(KINDS) == get_args(Kind)
 

@@ -30,6 +30,8 @@ EXPERIMENTS = {
     "distill": "Distillation's forward KL and its gradients: ours, TRL's, Liger's, FLA's.",
     "distill-ranks": "Distillation where ranks share both models' vocabulary; start it with "
     "torchrun.",
+    "students": "Distil small students from a trained teacher on real text, by dense logits and by "
+    "ours, and record what they predict.",
     "grpo": "GRPO runs of a small model that adds numbers, with dense log-probabilities and with "
     "ours.",
     "rollout": "Log-probabilities of a trainer beside a top-p sampler's, with its support and "

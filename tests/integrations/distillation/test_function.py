@@ -141,7 +141,7 @@ def test_function_refuses() -> None:
     with patch.patched(), pytest.raises(ValueError, match=r"beta must lie in \(0, 1\), got 1.5"):
         results_of(inputs(), 1.5)
     with patch.patched(backend="triton"):
-        message = 'backend="triton" cannot run here'
+        message = 'backend="triton" of linear_distillation needs a teacher in bf16, fp16 or fp32'
         with pytest.raises(ValueError, match=message):
             results_of([None if x is None else x.double() for x in inputs()], 0.5)
 
