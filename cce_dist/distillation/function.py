@@ -117,7 +117,8 @@ class Distill(torch.autograd.Function):
             Sums(student_lse, teacher_lse, mean),
             mean,
             lse,
-            Upstream(of_divergence.contiguous(), of_nll),
+            # The gradient of a sum is an expanded scalar: its elements share one number in memory.
+            Upstream(of_divergence.contiguous(), None if of_nll is None else of_nll.contiguous()),
             hidden=needs[0],
             weight=target.into,
             bias=needs[2],

@@ -76,6 +76,12 @@ def test_kernels(place: Place, dtype: str, call: str) -> None:
     check_compiled(Both.make(DTYPES[dtype], place.device), **place.options, **CALLS[call])
 
 
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_kernels_of_tiles(divergence: str) -> None:
+    options = {"divergence": divergence, "gradient": "exact", "backend": "triton"}
+    check_compiled(Both.make(torch.float32), **options)
+
+
 def test_a_frozen_head_and_no_gradient() -> None:
     both = Both.make(torch.float32)
 

@@ -98,6 +98,39 @@ def test_masked_ids(divergence: str) -> None:
         assert error(mine, right.double()) < 1e-5
 
 
+def test_each_value_alone_has_its_gradient() -> None:
+    """The gradient of a sum is one number in memory, and no part of the other value's."""
+    both = Both.make(torch.float32)
+    both = replace(both, targets=both.targets.clamp_min(0))
+    options = {"divergence": "jsd", "gradient": "exact", "shift": 0, "reduction": "sum"}
+    for name in ("divergence", "nll"):
+        results = []
+        for backend in ("torch", "triton"):
+            leaves = both.leaves()
+            value = getattr(both.run(leaves, backend=backend, **options), name).sum()
+            results.append(torch.autograd.grad(value, list(leaves.values())))
+        for mine, right in zip(results[1], results[0], strict=True):
+            assert error(mine, right.double()) < 1e-5, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_the_gradient_is_divided_and_rounded(divergence: str, dtype: torch.dtype) -> None:
+    """As fp16 operands on a GPU are."""
+    kernels, generator = TileKernels(divergence, 0.3, 1.7), torch.Generator().manual_seed(0)
+    z, y, slope = (torch.randn(5, 37, generator=generator) for _ in range(3))
+    targets = torch.tensor([16, -1, 52, 53, 3])
+    lses = [(x / 1.7).logsumexp(1) for x in (z, y)]
+    sums = (*lses, torch.linspace(0, 1, 5), z.logsumexp(1))
+    upstream = 1e-5 * torch.rand(5, generator=generator), 1e-5 * torch.rand(5, generator=generator)
+    tensors = (z, y, slope, 16, targets, sums, upstream, 0.7)
+    scale = torch.tensor(2.0**-17)
+    whole = kernels.gradient(*tensors, None, torch.float32)
+    divided = kernels.gradient(*tensors, scale, dtype)
+    assert divided.dtype == dtype
+    assert error(divided.double() * scale, whole.double()) < (1e-6 if dtype.itemsize == 4 else 1e-3)
+
+
 def on_a_rank(group: Any, both: Both, split: bool, options: dict[str, Any]) -> Any:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     start, stop = rank * CLASSES // size, (rank + 1) * CLASSES // size
