@@ -87,10 +87,11 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, scale: Tensor | None = None) -> None:
     """Adds scale * (a @ b) to out in its dtype; `scale` undoes the operand scaling of fp16."""
+    wanted = accumulate_dtype(a.dtype)
     if scale is None and a.dtype == out.dtype:
         out.addmm_(a, b)
-    elif scale is None:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    elif scale is None and a.dtype != wanted == out.dtype:
+        torch.addmm(out, a, b, out_dtype=wanted, out=out)
     else:
         result = product(a, b)
         out.add_(result if scale is None else result * scale)

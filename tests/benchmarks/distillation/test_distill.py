@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -237,7 +238,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = ["products", "cross-entropy", *names[:4]]
     assert list(parts) == [(name, part) for name in every for part in ("loss", "loss+grad")]
     for (name, _), row in parts.items():
-        assert float(row["of_bound"]) > 0 and float(row["peak_extra_mib"]) >= 0
+        # The bound has a difference of times, which may be below 0 at this size.
+        assert math.isfinite(float(row["of_bound"])) and float(row["peak_extra_mib"]) >= 0
         assert float(row["of_fastest_peer"]) == 1 or name != "trl"
         if name in names:
             # 16-bit logits err by their own size.
