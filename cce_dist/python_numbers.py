@@ -19,10 +19,11 @@ def python_number(name: str, got: object) -> float | None:
     """
     if isinstance(got, bool):
         return None
-    if type(got) is int or type(got) is float:
-        return got
     loaded = sys.modules.get("torch")
-    if loaded is not None and loaded.compiler.is_compiling():
+    is_traced = loaded is not None and loaded.compiler.is_compiling()
+    if type(got) is int or type(got) is float:
+        return constant(got) if is_traced else got
+    if is_traced:
         raise ValueError(
             f"{name} must be a Python number within torch.compile: convert it by float(...) "
             "outside of the compiled function"
@@ -38,6 +39,20 @@ def python_number(name: str, got: object) -> float | None:
         is_integer = isinstance(got, numbers.Integral) or "int" in kind
         return int(got) if is_integer else float(got)  # pyright: ignore[reportArgumentType]
     return None
+
+
+def constant(value: Any) -> Any:
+    """Makes a traced number a constant, by a function that the tracer cannot put into its graph;
+    returns other values.
+
+    A number that had another value in an earlier call is a symbol, which no operator's key may
+    hold.
+    """
+    if type(value) is float:
+        return float.fromhex(value.hex())
+    if type(value) is int:
+        return len(range(value)) if value >= 0 else -len(range(-value))
+    return value
 
 
 def use_python_numbers(options: Any, *names: str) -> None:

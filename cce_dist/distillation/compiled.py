@@ -23,12 +23,21 @@ from cce_dist.distillation.divergences import Divergences
 from cce_dist.distillation.function import Computed, Distill, Objective, Teacher, takes_tiles
 from cce_dist.distillation.teacher import teacher_of
 from cce_dist.frontend import validation
-from cce_dist.frontend.compiled import bind, constant, refuse_mpi
-from cce_dist.frontend.compiled_operators import BOUND, OperatorContext, apart, call_of, padded
+from cce_dist.frontend.compiled import bind, refuse_mpi
+from cce_dist.frontend.compiled_operators import (
+    BOUND,
+    OperatorContext,
+    apart,
+    call_of,
+    like_needed,
+    needed_of,
+    padded,
+)
 from cce_dist.frontend.inputs import Inputs
 from cce_dist.frontend.prepare import differentiates, local_targets_of, narrow
 from cce_dist.frontend.reduction import TokenLoss, pick_tokens
 from cce_dist.options import Backend, LossOptions
+from cce_dist.python_numbers import constant
 from cce_dist.vocab_shard import VocabShard
 
 # The first tensors that both autograd functions save: hidden, weight, bias, the teacher's three.
@@ -253,21 +262,12 @@ def distill_backward(
     )
     function = DistillByKernels if is_by_kernels(plan) else Distill
     grads = function.backward(ctx, *upstream)
-    return [
-        torch.zeros_like(x) if grad is None else grad
-        for x, grad, need in zip((hidden, weight, bias), grads, needs, strict=False)
-        if need and x is not None
-    ]
+    return needed_of((hidden, weight, bias), grads[:3], needs)
 
 
 @distill_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    inputs, needs = arguments[2:5], arguments[-2]
-    return [
-        torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x, need in zip(inputs, needs, strict=True)
-        if need
-    ]
+    return like_needed(arguments[2:5], arguments[-2])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

@@ -23,6 +23,7 @@ from cce_dist.frontend.prepare import differentiates, local_targets_of, narrow, 
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
 from cce_dist.frontend.reduction import TokenLoss, pick_tokens
 from cce_dist.options import Filter, LossOptions, Screen
+from cce_dist.python_numbers import constant
 from cce_dist.ranks.transport import group_rank, group_size, is_over_mpi, resolve_group
 from cce_dist.vocab_shard import VocabShard
 
@@ -159,14 +160,6 @@ def _option_values(options: LossOptions) -> tuple[Any, ...]:
             value = tuple(constant(getattr(value, field)) for field in NESTED[name][1])
         values.append(constant(value))
     return tuple(values)
-
-
-def constant(value: Any) -> Any:
-    """Makes a traced float a constant, by a method that the tracer cannot put into its graph.
-
-    A float that had another value in an earlier call is a symbol, which `_bind` cannot take.
-    """
-    return float.fromhex(value.hex()) if type(value) is float else value
 
 
 def _refuse_tensors(quantized_weight: Any, grad_weight_into: Tensor | None) -> None:

@@ -7,6 +7,7 @@ forward's state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -270,7 +271,13 @@ def two_pass_backward(
         upstream = tuple(None if x is None else x[: call.local_targets.shape[0]] for x in upstream)
     *grads, grad_scale, _ = TwoPass.backward(ctx, *upstream)
     grads.append(None if grad_scale is None else padded(grad_scale, len(rows)))
-    inputs = (hidden, weight, bias, scale)
+    return needed_of((hidden, weight, bias, scale), grads, needs)
+
+
+def needed_of(
+    inputs: tuple[Tensor | None, ...], grads: Sequence[Tensor | None], needs: list[bool]
+) -> list[Tensor]:
+    """Returns the gradients of the inputs that need one; zeros where a backward gave None."""
     return [
         torch.zeros_like(x) if grad is None else grad
         for x, grad, need in zip(inputs, grads, needs, strict=True)
@@ -278,14 +285,18 @@ def two_pass_backward(
     ]
 
 
-@two_pass_backward.register_fake
-def _(*arguments: Any) -> list[Tensor]:
-    inputs, needs = arguments[4:8], arguments[-2]
+def like_needed(inputs: tuple[Any, ...], needs: list[bool]) -> list[Tensor]:
+    """Returns stand-ins for the gradients of `needed_of`."""
     return [
         torch.empty_like(x, memory_format=torch.contiguous_format)
         for x, need in zip(inputs, needs, strict=True)
         if need
     ]
+
+
+@two_pass_backward.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    return like_needed(arguments[4:8], arguments[-2])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

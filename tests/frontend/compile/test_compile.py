@@ -331,18 +331,38 @@ def test_other_numbers_of_tokens_take_one_more_graph() -> None:
     assert counter.frame_count == 2
 
 
-def test_options_that_change() -> None:
-    """The compiler makes a symbol of a float that has another value in a later call."""
+CHANGING: dict[str, tuple[Any, ...]] = {
+    "softcap": (30.0, 20.0, 10.0),
+    "z_loss": (0.1, 0.2, 0.3),
+    "shift": (1, 2, 0),
+    "ignore_index": (-100, 3, -4),
+    "workspace_bytes": (2**20, 2**21, 2**22),
+}
 
-    def run(inputs: dict[str, Tensor], softcap: float, keep: float) -> Any:
-        return linear_cross_entropy(**inputs, softcap=softcap, filter=Filter(keep=keep))
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_options_that_change(name: str) -> None:
+    """The compiler makes a symbol of a number that has another value in a later call."""
+    inputs = made(torch.float64, ignored=0.0)
+
+    def run(value: Any) -> Any:
+        return linear_cross_entropy(**inputs, **{name: value})
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for value in CHANGING[name]:
+        torch.testing.assert_close(compiled(value), run(value), rtol=1e-13, atol=0)
+
+
+def test_a_temperature_that_changes() -> None:
     inputs = made(torch.float64)
-    for numbers in ((30.0, 0.01), (20.0, 0.01), (10.0, 0.02)):
-        torch.testing.assert_close(
-            compiled(inputs, *numbers), run(inputs, *numbers), rtol=1e-13, atol=0
-        )
+    del inputs["token_weight"]
+
+    def run(temperature: float) -> Any:
+        return token_logprobs(**inputs, temperature=temperature).logprobs
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for temperature in (1.0, 2.0, 3.0):
+        torch.testing.assert_close(compiled(temperature), run(temperature), rtol=1e-13, atol=0)
 
 
 def test_heads_of_several_sizes() -> None:
