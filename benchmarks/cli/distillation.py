@@ -198,7 +198,7 @@ def students_command(
         typer.Option(help="forward_kl, jsd, topk or cross_entropy; may be repeated. [all]"),
     ] = None,
     method: Annotated[
-        arg.Names, typer.Option(help="dense or ours; may be repeated. [both]")
+        arg.Names, typer.Option(help="dense, reordered or ours; may be repeated. [all]")
     ] = None,
     seed: Annotated[
         list[int] | None, typer.Option(min=0, help="May be repeated. [0, 1, 2]")
@@ -245,7 +245,8 @@ def students_command(
     For each vocabulary a teacher is trained once, with cross-entropy. `topk` is forward KL from its
     64 most probable ids at each token and the rest as one class; `cross_entropy` has no teacher.
     `dense` is eager torch with fp32 softmaxes: `bench distill` compares times with compiled peers.
-    Both methods start with the same weights and see the same batches; a step's time has the
+    `reordered` is `dense` with tokens and vocabulary in reverse, to show what rounding alone does.
+    All methods start with the same weights and see the same batches; a step's time has the
     teacher's layers in it. In bf16 on a GPU, else in fp32. Each finished run is appended to the
     record at once. The same command again goes on; processes with one record and cache, each with
     its --slice, share the work. The table compares all of the record's runs after their last step.

@@ -235,7 +235,7 @@ IN_FORWARD = "its forward computes the gradients"
 # In the order in which they are measured. Compilers of their own come last.
 CONTENDERS = {
     "filtered": Contender("ours", partial(ours, "filtered")),
-    "exact": Contender("ours", partial(ours, "exact"), note="eager torch"),
+    "exact": Contender("ours", partial(ours, "exact")),
     "dense": Contender("dense", dense),
     "trl": Contender("peer", trl),
     "torch-compile": Contender("peer", partial(dense, compiled=True), on_cpu=False),

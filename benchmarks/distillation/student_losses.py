@@ -69,7 +69,17 @@ def dense(
     return torch.stack(sums).sum() / len(hidden)
 
 
-METHODS: dict[str, StudentLoss] = {"dense": dense, "ours": ours}
+def reordered(
+    divergence: str, hidden: Tensor, weight: Tensor, targets: Tensor, teacher: Teacher | None
+) -> Tensor:
+    """Computes `dense` of the tokens and the vocabulary in reverse, which rounds otherwise."""
+    if teacher is not None:
+        teacher = Teacher(teacher.hidden.flip(0), teacher.weight.flip(0), teacher.temperature)
+    targets = len(weight) - 1 - targets.flip(0)
+    return dense(divergence, hidden.flip(0), weight.flip(0), targets, teacher)
+
+
+METHODS: dict[str, StudentLoss] = {"dense": dense, "reordered": reordered, "ours": ours}
 
 
 def _sum_of_chunk(

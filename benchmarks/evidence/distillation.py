@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from benchmarks.evidence.records import Row
 
-DENSE, OURS = "dense", "ours"
+DENSE, REORDERED, OURS = "dense", "reordered", "ours"
 # Columns of an evaluation that methods are compared by, and their names for a reader.
 QUANTITIES = {"all": "loss", "kl": "KL"}
 
@@ -41,17 +41,16 @@ class Comparison:
         """Returns the standard deviation between seeds; None: there are fewer than two."""
         return statistics.stdev(self.of(method)) if len(self.of(method)) > 1 else None
 
-    @property
-    def differences(self) -> list[float]:
-        """Returns ours less dense of each seed that both have; positive is worse."""
-        dense, ours = (self.values.get(method, {}) for method in (DENSE, OURS))
-        return [ours[seed] - dense[seed] for seed in sorted(set(ours) & set(dense))]
+    def differences(self, method: str = OURS) -> list[float]:
+        """Returns a method's values less dense's, of each seed that both have: above 0 is worse."""
+        dense, values = (self.values.get(name, {}) for name in (DENSE, method))
+        return [values[seed] - dense[seed] for seed in sorted(set(values) & set(dense))]
 
     @property
     def in_spreads(self) -> float | None:
-        """Returns the mean difference over dense's deviation between seeds; None without either."""
-        spread = self.deviation(DENSE)
-        return statistics.fmean(self.differences) / spread if self.differences and spread else None
+        """Returns ours: the mean difference over dense's deviation between seeds, if both exist."""
+        differences, spread = self.differences(), self.deviation(DENSE)
+        return statistics.fmean(differences) / spread if differences and spread else None
 
 
 def comparisons_of(rows: Sequence[Row], *, last_step: bool = False) -> list[Comparison]:
@@ -86,14 +85,15 @@ def summarize(rows: Sequence[Row], *, last_step: bool = True) -> list[dict[str, 
             "divergence": each.divergence,
             "held-out": QUANTITIES[each.quantity],
             "step": str(each.step),
-            "seeds": str(len(each.differences)),
+            "seeds": str(len(each.differences())),
             "dense": _number(each.mean(DENSE), ".4f"),
             "dense's spread": _number(each.deviation(DENSE), ".4f"),
             "ours": _number(each.mean(OURS), ".4f"),
             "ours' spread": _number(each.deviation(OURS), ".4f"),
-            "ours - dense": _number(_mean(each.differences), "+.5f"),
-            "by seed": " ".join(f"{value:+.4f}" for value in each.differences),
+            "ours - dense": _number(_mean(each.differences()), "+.5f"),
+            "by seed": _by_seed(each.differences()),
             "in spreads": _number(each.in_spreads, "+.2f"),
+            "reordered - dense by seed": _by_seed(each.differences(REORDERED)),
         }
         for each in comparisons_of(rows, last_step=last_step)
     ]
@@ -124,6 +124,10 @@ def times_of(rows: Sequence[Row]) -> list[dict[str, str]]:
 def _median(runs: Mapping[int, Row], key: str) -> float | None:
     values = [value for row in runs.values() if isinstance(value := row.get(key), float | int)]
     return statistics.median(values) if values else None
+
+
+def _by_seed(differences: Sequence[float]) -> str:
+    return " ".join(f"{value:+.4f}" for value in differences)
 
 
 def _mean(values: Sequence[float]) -> float | None:

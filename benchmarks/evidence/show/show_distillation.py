@@ -15,8 +15,9 @@ HOW_TO_READ = (
     "from the teacher's 64 most probable ids and the rest as one class; `cross_entropy` has no "
     "teacher. A spread is the standard deviation between seeds. The methods of a seed start with "
     "the same weights and see the same batches, so *ours - dense* is taken seed by seed: its mean "
-    "is also in units of dense's spread. Positive is worse. Within a spread is not equal, and few "
-    "seeds decide little."
+    "is also in units of dense's spread. Positive is worse. `reordered` is dense with tokens and "
+    "vocabulary in reverse: it differs from dense by rounding alone. Within a spread is not equal, "
+    "and few seeds decide little."
 )
 
 

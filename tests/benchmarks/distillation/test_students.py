@@ -108,7 +108,7 @@ def test_the_command(tmp_path: Path) -> None:
     record = read_record(path)
     assert record.rows[: len(before)] == before
     parts = [row["part"] for row in record.rows]
-    num_runs = len(DIVERGENCES) * 2 * 2
+    num_runs = len(DIVERGENCES) * len(METHODS) * 2
     assert [parts.count(name) for name in ("teacher", "run", "curve")] == [
         1,
         num_runs,
@@ -117,7 +117,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert not any("failed" in row for row in record.rows)
     # Below 4096 ids the filter keeps all: the methods differ by rounding.
     for each in comparisons_of(record.rows):
-        assert each.differences == pytest.approx([0, 0], abs=1e-4), each
+        for method in ("ours", "reordered"):
+            assert each.differences(method) == pytest.approx([0, 0], abs=1e-4), each
         assert set(each.values["dense"]) == {0, 1}
     check_what_was_learned(record.rows)
     text = page_of("distillation", [record])
@@ -152,6 +153,7 @@ def test_the_comparison_is_taken_by_seed() -> None:
         *(row("dense", seed, loss) for seed, loss in enumerate((2.0, 3.0, 4.0))),
         *(row("ours", seed, loss) for seed, loss in ((0, 9.0), (2, 4.5), (0, 2.25))),
         *(row("ours", 0, 7.0, step) for step in (0, 4)),
+        row("reordered", 1, 3.125),
         *({**run, "seed": seed, "median_step_ms": 2.0 + seed} for seed in (0, 2)),
         {**run, "seed": 1, "failed": "out of memory"},
     ]
@@ -159,6 +161,7 @@ def test_the_comparison_is_taken_by_seed() -> None:
     # The later run of seed 0 counts, and seed 1 has no partner.
     assert (loss["seeds"], loss["dense"], loss["dense's spread"]) == ("2", "3.0000", "1.0000")
     assert (loss["ours - dense"], loss["by seed"]) == ("+0.37500", "+0.2500 +0.5000")
+    assert loss["reordered - dense by seed"] == "+0.1250"
     assert (loss["in spreads"], kl["in spreads"]) == ("+0.38", "+0.38")
     assert [each["step"] for each in summarize(rows, last_step=False)] == ["4", "8"] * 2
     assert summarize(rows, last_step=False)[0]["in spreads"] == ""
