@@ -27,9 +27,8 @@ from cce_dist.distillation.divergences import Divergences, Sums
 if TYPE_CHECKING:
     from cce_dist.backends.triton.teacher.tiles import TileKernels
 
-# Tiles of both models in memory at once, over those of one model's loss: in eager torch, and for
-# kernels, which need both models' logits and a gradient.
-TILES_OVER = {False: 3, True: 1}
+# Tiles of both models in memory at once, over those of one model's loss, in eager torch.
+TILES_OVER = 3
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,14 @@ class Pair:
 
     @property
     def size(self) -> TileSize:
-        over = TILES_OVER[self.kernels is not None]
-        return TileSize.choose(self.head.weight, self.workspace_bytes // over)
+        weight, memory = self.head.weight, self.workspace_bytes
+        if self.kernels is None:
+            return TileSize.choose(weight, memory // TILES_OVER)
+        # Both models' logits and the gradient; a softcap's slope, and what it is computed by.
+        has_softcap = self.head.softcap is not None or self.teacher_head.softcap is not None
+        numbers = 2 + 2 * has_softcap
+        num_bytes = numbers * self.dtype.itemsize + operand_dtype(weight).itemsize
+        return TileSize.tallest(weight, len(self.student), memory // num_bytes)
 
     def tiles(self) -> Iterator[_Tile]:
         """Yields all tiles, those of the same columns one after the other."""

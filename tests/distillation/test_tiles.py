@@ -19,6 +19,9 @@ from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, err
 # Relative: logits and sums are fp32, d_logits have the operands' digits.
 VALUES = 3e-6
 GRADIENTS = {"fp32": 4e-6, "fp16": 1e-3, "bf16": 4e-3}
+# The gradient of "tvd" jumps where q = p. Rounding puts some logit on the other side: eager torch is
+# off by 4e-6 to 9e-6 then, by the size of its tiles.
+JUMPS = 1e-5
 CALLS: dict[str, dict[str, Any]] = {
     "all": {},
     "no cross-entropy": {"alpha": 0.0, "stats": ("divergence",), "temperature": 1.0},
@@ -69,8 +72,9 @@ def test_values_and_gradients_are_those_of_dense_logits(
         assert error(found.divergence, expected.divergence) < VALUES  # pyright: ignore
         assert found.nll is None or error(found.nll, expected.nll) < VALUES  # pyright: ignore
     ours, right = gradients(loss, leaves), gradients(expected.loss, wide)
+    limit = max(GRADIENTS[dtype], JUMPS if divergence == "tvd" else 0)
     for name, grad in ours.items():
-        assert error(grad, right[name]) < GRADIENTS[dtype], name
+        assert error(grad, right[name]) < limit, name
     assert {"add_sums", "gradient"} <= set(used)
     assert ("add_terms" in used) is (divergence in ("jsd", "tvd"))
 

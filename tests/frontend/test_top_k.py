@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cce_dist import token_logprobs
 from cce_dist.backends.torch.top import first_largest
-from cce_dist.testing import DTYPES, Place, grid
+from cce_dist.testing import DTYPES, TRITON_PLACES, Place, grid
 from tests.support.listed_cases import CLASSES, Listing
 
 
@@ -85,3 +85,21 @@ def test_first_largest_is_a_stable_sort(dtype: torch.dtype) -> None:
     z[1, 5] = -torch.nan
     value, at = first_largest(z, 3)
     assert bool(value[1, :2].isnan().all()) and at[1, :2].tolist() == [3, 5]
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, k=(1, 5, 11, 20)))
+def test_the_kernel_orders_as_a_stable_sort(place: Place, k: int) -> None:
+    top = pytest.importorskip("cce_dist.backends.triton.teacher.top")
+    z = torch.cat([numbers(torch.float32), torch.randn(3, 11).round()], 1).to(place.device)
+    z[1, 3], z[1, 5], z[2, 20] = torch.nan, -torch.nan, torch.nan
+    wide = torch.nn.functional.pad(z, (0, 10))
+    keys = torch.empty(3, k, dtype=torch.int64, device=place.device)
+    for first, last in ((0, 5), (5, 12), (12, 22)):
+        top.add_tile(wide[:, first:last], keys, first)
+    value, columns = top.values_and_columns(keys)
+    right, places = first_largest(z, k)
+    width = right.shape[1]
+    torch.testing.assert_close(value[:, :width], right, rtol=0, atol=0, equal_nan=True)
+    places = places.masked_fill(right == -torch.inf, -1)
+    assert torch.equal(columns[:, :width], places)
+    assert bool((columns[:, width:] == -1).all() and (value[:, width:] == -torch.inf).all())

@@ -89,6 +89,10 @@ _TESTS: dict[str, tuple[str, ...]] = {
     "frontend/test_logprobs.py::test_token_logprobs_policy_gradient": ("triton_cuda",),
     "frontend/test_temperature.py::test_token_logprobs_temperature_of_each_token": ("triton_cuda",),
     "frontend/test_largest.py::test_the_first_largest_logit": ("triton_cuda",),
+    "frontend/test_top_k.py::test_the_kernel_orders_as_a_stable_sort": (
+        "triton_cuda-5",
+        "triton_cuda-20",
+    ),
     "frontend/test_support.py::test_they_are_those_of_dense_logits": ("triton_cuda",),
     "frontend/test_top_k.py::test_they_are_torchs": ("triton_cuda",),
     "frontend/compile/test_compile.py::test_compiled_as_eager": (
@@ -161,6 +165,7 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
         *("tile_sums_kernel", "tile_terms_kernel", "tile_gradient_kernel"),
     ),
     "frontend/test_largest.py::test_the_first_largest_logit": ("merge_extras_kernel",),
+    "frontend/test_top_k.py::test_the_kernel_orders_as_a_stable_sort": ("top_kernel",),
     "frontend/test_support.py::test_they_are_those_of_dense_logits": (
         *("pair_logits_kernel", "pair_hidden_kernel", "pair_parts_kernel", "pair_weight_kernel"),
     ),

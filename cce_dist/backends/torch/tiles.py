@@ -51,6 +51,24 @@ class TileSize:
         return cls(tokens, columns)
 
     @classmethod
+    def tallest(cls, weight: Tensor, num_tokens: int, elements: int) -> TileSize:
+        """Returns tiles of at most so many elements, of as many tokens as may be.
+
+        Products that sum over a tile's columns, or its tokens, then have many rows.
+        """
+        tokens, columns = (GPU_TOKENS, GPU_COLUMNS) if weight.is_cuda else (CPU_TOKENS, CPU_COLUMNS)
+        # At least four tiles cover the shard, as in `choose`.
+        columns = min(columns, max(16, -(-weight.shape[0] // 4)))
+        tokens = min(tokens, max(TOKEN_BLOCK, elements // 16 // TOKEN_BLOCK * TOKEN_BLOCK))
+        # Chunks of one size.
+        chunks = max(1, -(-num_tokens // tokens))
+        tokens = -(-max(1, num_tokens) // (chunks * TOKEN_BLOCK)) * TOKEN_BLOCK
+        columns = max(1, min(columns, elements // tokens))
+        return cls(
+            tokens, columns if columns < TOKEN_BLOCK else columns // TOKEN_BLOCK * TOKEN_BLOCK
+        )
+
+    @classmethod
     def invariant(cls, num_columns: int) -> TileSize:
         """Returns a size that follows from the columns alone, for `whole_blocks`."""
         return cls(TOKEN_BLOCK, max(1, min(CPU_COLUMNS, num_columns)))

@@ -12,7 +12,6 @@ from cce_dist.backends.protocol import (
     ForwardRequest,
     Traits,
 )
-from cce_dist.backends.torch.top import top
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import Marks, keep
@@ -23,6 +22,7 @@ from cce_dist.backends.triton.pairs import pair_gradients, pair_logits
 from cce_dist.backends.triton.screened.quantize import quantize_for
 from cce_dist.backends.triton.stats import forward, statistics_of_segments
 from cce_dist.backends.triton.teacher.forward import forward_of_heads
+from cce_dist.backends.triton.teacher.top import top
 from cce_dist.backends.triton.tokens.merge import KERNELS
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.backends.triton.warm_up import warm_up

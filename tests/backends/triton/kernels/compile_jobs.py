@@ -52,6 +52,7 @@ from cce_dist.backends.triton.pairs import PART, pair_gradients, pair_logits
 from cce_dist.backends.triton.stats import forward, statistics_of_segments
 from cce_dist.backends.triton.teacher.forward import forward_of_heads
 from cce_dist.backends.triton.teacher.tiles import KINDS, TileKernels
+from cce_dist.backends.triton.teacher.top import add_tile
 from cce_dist.backends.triton.tokens.merge import merge_lse_and_target, pack_lse_and_target
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.backends.triton.warm_up import NoSum
@@ -415,6 +416,8 @@ def compile_tiles() -> None:
             slope, scale = (None, None) if some is None else (tile, vector[0])
             at = (tile, tile, slope, 16, targets, (vector,) * 4, (vector, some))
             kernels.gradient(*at, 0.5, scale, dtype)
+    for first in (0, GPU_COLUMNS):
+        add_tile(tile, torch.zeros(2, 128, dtype=torch.int64), first)
 
 
 OTHERS = {
