@@ -19,8 +19,8 @@ from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, err
 # Relative: logits and sums are fp32, d_logits have the operands' digits.
 VALUES = 3e-6
 GRADIENTS = {"fp32": 4e-6, "fp16": 1e-3, "bf16": 4e-3}
-# The gradient of "tvd" jumps where q = p. Rounding puts some logit on the other side: eager torch is
-# off by 4e-6 to 9e-6 then, by the size of its tiles.
+# The gradient of "tvd" jumps where q = p. Rounding puts some logit on the other side: eager torch
+# is off by 4e-6 to 9e-6 then, by the size of its tiles.
 JUMPS = 1e-5
 CALLS: dict[str, dict[str, Any]] = {
     "all": {},

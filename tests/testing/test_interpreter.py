@@ -115,6 +115,15 @@ def test_stand_in_of_a_function(interpreter: Any, left: str) -> None:
         check(tl.where, block(interpreter, "int1", "plain"), block(interpreter, left, one), number)
 
 
+@pytest.mark.parametrize("size", [1, 64])
+def test_stand_in_of_a_sort(interpreter: Any, size: int) -> None:
+    tl, data = interpreter.tl, np.random.default_rng(0).permutation(size).astype(np.int32)
+    of = tl.tensor(interpreter.TensorHandle(data, tl.int32), tl.block_type(tl.int32, [size]))
+    result, right = tl.sort(of), tl.sort.__wrapped__(of)
+    assert result.type == right.type and np.array_equal(result.handle.data, right.handle.data)
+    assert np.array_equal(tl.sort(of, descending=True).handle.data, np.sort(data)[::-1])
+
+
 def at(interpreter: Any, memory: torch.Tensor, indices: np.ndarray) -> Any:
     """Pointers to elements of `memory`."""
     tl = interpreter.tl

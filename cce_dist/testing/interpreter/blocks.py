@@ -60,6 +60,18 @@ def methods(tools: Tools) -> Makers:
     }
 
 
+def sort_of(tools: Tools, slow: Function) -> Function:
+    """Returns the stand-in of `sort`, for which Triton compares and swaps in many steps."""
+    tensor = tools.core.tensor
+
+    def sort(x: Any, *options: Any, **named: Any) -> Any:
+        if type(x) is not tensor or len(x.type.sizes) != 1 or options or named:
+            return slow(x, *options, **named)
+        return tools.tensor_of(np.sort(x.handle.data), like_of(x))
+
+    return sort
+
+
 def _arange(tools: Tools, slow: Function) -> Function:
     constexpr, known = tools.core.constexpr, {}
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from cce_dist.testing.interpreter.blocks import functions, methods
+from cce_dist.testing.interpreter.blocks import functions, methods, sort_of
 from cce_dist.testing.interpreter.memory import memory_functions
 from cce_dist.testing.interpreter.mends import mend_interpreter
-from cce_dist.testing.interpreter.ops import make_tools, operators
+from cce_dist.testing.interpreter.ops import Tools, make_tools, operators
 
 
 @functools.cache
@@ -71,7 +71,10 @@ def speed_up_interpreter() -> None:
     semantic = interpreter.interpreter_semantic
     semantic.broadcast_impl_value = _broadcasting_less(interpreter, block)
     semantic.binary_op_type_checking_impl = _checking_less(interpreter, types)
-    interpreter._patch_attr = _calling_directly(interpreter, _stand_ins(interpreter, types))
+    tools = make_tools(interpreter, types)
+    language = interpreter.tl
+    language.sort = functools.wraps(language.sort)(sort_of(tools, language.sort))
+    interpreter._patch_attr = _calling_directly(interpreter, _stand_ins(interpreter, types, tools))
 
 
 def _rounds_alike(multiply: Callable[[Any, Any], Any]) -> bool:
@@ -141,12 +144,11 @@ def _patching_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return patch_once
 
 
-def _stand_ins(interpreter: Any, core: Any) -> Callable[[Any, str, Any], Any]:
+def _stand_ins(interpreter: Any, core: Any, tools: Tools) -> Callable[[Any, str, Any], Any]:
     """Returns a function that gives the stand-in of a member of triton.language or its tensor.
 
     A member without a stand-in stays.
     """
-    tools = make_tools(interpreter, core)
     of_tensors = {**operators(tools), **methods(tools)}
     of_language = {**functions(tools), **memory_functions(tools)}
 

@@ -25,8 +25,8 @@ from cce_dist.options import TOKEN_BLOCK
 
 # Columns of one tile of the backward.
 TILE = 128
-# Of `sort_kernel`: columns of a program, values of a digit, and what a program compares at a time.
-PART, DIGITS, AT_ONCE = 1024, 256, 16
+# Of `sort_kernel`: columns of a program, values of a digit, and parts that it adds up at a time.
+PART, DIGITS, AT_ONCE = 1024, 256, 32
 
 
 @dataclass(frozen=True)

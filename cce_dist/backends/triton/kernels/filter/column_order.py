@@ -87,7 +87,7 @@ def sort_kernel(
     parts,
     PART: tl.constexpr,
     DIGITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # parts, and keys, that a program compares at a time
+    AT_ONCE: tl.constexpr,  # parts whose digits a program adds up at a time
     HIGHEST: tl.constexpr,  # the second pass, by the highest digit
 ):
     """One pass of a stable sort of PART columns by a digit of their keys; a program a part."""
@@ -101,21 +101,18 @@ def sort_kernel(
         tally = tl.load(tally_ptrs, mask=other < parts, other=0)
         total += tl.sum(tally, 0)
         before += tl.sum(tl.where(other < part, tally, 0), 0)
-    base = tl.cumsum(total, 0) - total + before
     lane = tl.arange(0, PART)
-    at = part * PART + lane
-    inside = at < size
-    key = tl.load(key_ptr + at, mask=inside, other=0)
+    inside = part * PART + lane < size
+    key = tl.load(key_ptr + part * PART + lane, mask=inside, other=0)
     mine = (key >> 32).to(tl.int32) if HIGHEST else key % DIGITS
-    place = tl.gather(base, mine, 0)
-    # Equal digits keep their order: those before in the part are counted.
-    for start in range(0, PART, AT_ONCE):
-        that = start + tl.arange(0, AT_ONCE)
-        there = part * PART + that < size
-        key_there = tl.load(key_ptr + part * PART + that, mask=there, other=0)
-        theirs = (key_there >> 32).to(tl.int32) if HIGHEST else key_there % DIGITS
-        same = (theirs[None, :] == mine[:, None]) & there[None, :]
-        place += tl.sum((same & (that[None, :] < lane[:, None])).to(tl.int32), 1)
+    # Equal digits keep their order: the lane is part of what is sorted.
+    ordered = tl.sort(tl.where(inside, mine, DIGITS) * PART + lane)
+    mine, at = ordered // PART, part * PART + ordered % PART
+    key = tl.load(key_ptr + at, mask=inside, other=0)
+    # Place 0 of the part's keys of each digit, were the part's first key at 0.
+    own = tl.load(tally_ptr + part * DIGITS + digit)
+    base = tl.cumsum(total - own, 0) - (total - own) + before
+    place = tl.gather(base, tl.minimum(mine, DIGITS - 1), 0) + lane
     if HIGHEST:
         column = key.to(tl.int32)
         tl.store(out_ptr + place, tl.where(column < V, column, 0), mask=inside)
