@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,8 +20,11 @@ from cce_dist.needs.extras import need_modules
 from . import arguments as arg
 
 if TYPE_CHECKING:
+    from cce_dist.options import Backend
+
     from .inputs import BenchInputs
-    from .report import Cells
+    from .methods import Method
+    from .report import Cells, Report
 
 app = typer.Typer(
     help="Measure time, memory and error; correctness is checked first.",
@@ -170,6 +175,14 @@ def ranks_command(
     peers: Annotated[str, typer.Option(help="all, none, or names with commas.")] = "none",
     peer_path: arg.PeerPath = None,
     backend: arg.BackendName = "auto",
+    simulate: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=2,
+            help="In place of a job's: so many ranks one after the other on one device, with the "
+            "collectives' results in place; may be repeated.",
+        ),
+    ] = None,
     timeout_seconds: arg.CollectiveTimeout = 120.0,
     csv_path: arg.CsvPath = None,
     json_path: arg.JsonPath = None,
@@ -177,6 +190,10 @@ def ranks_command(
     """Loss and gradients where ranks share the vocabulary; start it with torchrun.
 
     torchrun --nproc-per-node 4 -m cce_dist bench ranks --shape gemma2-2b
+
+    With --simulate one process shows each rank's own kernels, and a model of their communication:
+
+    cce-dist bench ranks --shape gemma2-2b --simulate 4 --simulate 8
     """
     from .methods import choose_methods, parse_backend
     from .ranks import bench_ranks, joined, make_places
@@ -186,6 +203,12 @@ def ranks_command(
         our_backend = parse_backend(backend)
         on_gpu = device.startswith("cuda")
         methods = choose_methods(method or (), peers, on_gpu=on_gpu, ranks=True)
+        if simulate:
+            return _simulate(
+                arg.cases_of(inputs, shape, tokens, vocab, dim, dtype, device),
+                *(methods, simulate, repeats, our_backend),
+                Report(arg.machine_of(device, 0), csv_path, json_path),
+            )
         context = joined(device, timeout_seconds)
     with arg.refusals(), context as job:
         sizes = size or [n for n in range(1, job.size + 1) if job.size % n == 0]
@@ -203,6 +226,22 @@ def ranks_command(
 
             bench_ranks(job, case, methods, places, repeats=repeats, backend=our_backend, save=save)
             report.finish_case()
+
+
+def _simulate(
+    cases: Iterable[Callable[[], BenchInputs]],
+    methods: Sequence[Method],
+    sizes: Sequence[int],
+    repeats: int,
+    backend: Backend,
+    report: Report,
+) -> None:
+    simulated = import_benchmarks("ranks.simulated", "cce-dist bench ranks --simulate")
+    for make in cases:
+        case = make()
+        save = functools.partial(report.add, case.description)
+        simulated.simulate_ranks(case, methods, sizes, repeats=repeats, backend=backend, save=save)
+        report.finish_case()
 
 
 @app.command("train", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

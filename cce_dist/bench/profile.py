@@ -44,7 +44,7 @@ def bench_profile(
     for method in methods:
         try:
             variant = variant_of(method.build(setup), inputs, part)
-            call, kernels = _profiled(variant, inputs.hidden.device, repeats)
+            call, kernels = profiled(variant, inputs.hidden.device, repeats)
         except Exception as error:
             if method.is_ours:
                 raise
@@ -63,7 +63,7 @@ def bench_profile(
     return rows
 
 
-def _profiled(
+def profiled(
     variant: Variant, device: torch.device, repeats: int
 ) -> tuple[float, list[tuple[str, float, float]]]:
     """Returns the median call's milliseconds; and each kernel's name, launches and milliseconds.

@@ -26,9 +26,10 @@ OURS_COLOUR, PEER_COLOUR = "#c23b22", "#4a6fa5"
 FORMATS = {
     name: spec
     for spec, names in {
-        ".0f": "over_gradients_mib peak_extra_mib tokens_per_s",
+        ".0f": "over_gradients_mib peak_extra_mib sent_mib tokens_per_s",
         ".1f": "calls seconds seconds_to_loss",
-        ".2f": "of_bound of_dense of_fastest_peer of_matmul of_roofline peak_gib times_faster",
+        ".2f": "of_bound of_dense of_fastest_peer of_matmul of_roofline peak_gib times_faster "
+        "with_communication",
         ".3f": "kernel_ms of_sum",
         ".4f": "clipped entropy first_reward kept kl last_reward least_kept least_kept_alone "
         "mean_loss most_kept most_kept_alone reward",

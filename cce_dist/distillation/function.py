@@ -29,6 +29,10 @@ from cce_dist.options import Backend, LossOptions
 from cce_dist.ranks.gather import all_gather, require, require_same_sizes
 from cce_dist.ranks.merge_header import NUM_DIGITS, RULE, encode, flaw, is_sound
 
+# Memory of the tiles that kernels read, over the default workspace: every tile takes a dozen
+# launches, and with more of them a GPU waits for the host.
+TILES_ROOM = 1.5
+
 
 class Teacher(NamedTuple):
     """The teacher's tensors, none of which has a gradient, and the options of its logits."""
@@ -151,6 +155,8 @@ def pair_of(
         from cce_dist.backends.triton.teacher.tiles import TileKernels
 
         kernels = TileKernels(divergences.name, divergences.beta, objective.temperature)
+        if plan.options.workspace_bytes is None:
+            room = int(TILES_ROOM * room)
     return Pair(
         student=tokens,
         head=head,
