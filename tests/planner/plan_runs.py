@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 from cce_dist.planner.cost.hardware import GIB, HARDWARE
-from cce_dist.planner.cost.head import head_cost
+from cce_dist.planner.cost.head import head_cost, phase_latency
 from cce_dist.planner.cost.job import SOFTWARE, Job
 from cce_dist.planner.cost.stages import costs_of, make_stages
 from cce_dist.planner.models.model import Model
@@ -102,7 +102,8 @@ def _published_plan(row: dict[str, str]) -> Plan:
 
 def _over_ranks(row: dict[str, str], plan: Plan) -> tuple[float, float]:
     """Of a published run with the vocabulary over the pipeline, whose ranks keep the logits' shards
-    (8 bytes each) of one microbatch: seconds and peak by the cost model."""
+    (8 bytes each) of one microbatch: seconds and peak by the cost model, with the stalls of this
+    library's own runs on two H200s."""
     costs = costs_of(plan.model, plan.job, plan.hardware)
     middle = make_stages(costs, plan.layout)[1]
     shard = head_cost(plan.model, replace(plan.job, tp=8), plan.hardware)
@@ -115,12 +116,29 @@ def _over_ranks(row: dict[str, str], plan: Plan) -> tuple[float, float]:
         gradients=(3 * visit / 4,) * ranks,
         embedding=(costs.embedding_seconds,) * ranks,
         latency=costs.latency,
-    )
+        head_latency=phase_latency(plan.model, plan.job, plan.hardware),
+    ).with_stalls()
     parameters = middle.parameters + 2 * plan.model.num_rows * plan.model.dim / ranks
     held = (ranks + OVER[row["method"]]) * middle.kept + middle.working
     logits = 8 * plan.job.tokens * plan.model.num_rows / ranks
     seconds = predict(times, plan.job.microbatches, schedule="vocab").seconds
     return seconds, 16 * parameters + held + logits
+
+
+def passes_beside_collectives() -> list[tuple[float, float]]:
+    """Of published runs with the vocabulary over the pipeline and one barrier: how much longer a
+    middle stage's forward and backward take, as shares, than with the head on the last stage."""
+    means: dict[str, list[tuple[float, float]]] = {"base": [], "vocab": []}
+    for row in _rows("published/vocab-parallel-a100.csv"):
+        if row["method"] in means:
+            times = _times(row)
+            forward, backward = times.forward[1:-1], times.backward[1:-1]
+            mean = sum(forward) / len(forward), sum(backward) / len(backward)
+            means[row["method"]].append(mean)
+    return [
+        (forward / alone[0] - 1, backward / alone[1] - 1)
+        for alone, (forward, backward) in zip(means["base"], means["vocab"], strict=True)
+    ]
 
 
 @without_running_ahead()

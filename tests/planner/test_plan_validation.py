@@ -7,10 +7,12 @@ import functools
 import pytest
 
 from tests.planner.plan_runs import (
+    OVER,
     Compared,
     embedding_seconds,
     least_loaded,
     megatron,
+    passes_beside_collectives,
     pipelines,
     published,
 )
@@ -40,12 +42,28 @@ def test_memory_of_published_runs() -> None:
 def test_steps_of_published_runs_from_hardware_alone() -> None:
     """No promise is kept here: what the documents say of the errors is."""
     errors: dict[bool, list[float]] = {True: [], False: []}
+    short: list[float] = []
     for _, found in runs():
         assert found.time_error is not None
-        errors[found.name[0] in ("base", "redis")].append(found.time_error)
+        method, sequence, _ = found.name
+        errors[method in ("base", "redis")].append(found.time_error)
+        if method in OVER and sequence == "2048":
+            short.append(found.time_error)
     assert max(map(abs, errors[True])) < 0.12
     assert sum(map(abs, errors[True])) / len(errors[True]) < TIME
-    assert -0.18 < min(errors[False]) < max(errors[False]) < -0.09
+    # Of 4,096 tokens the layers themselves are too fast, without a head as well.
+    assert -0.095 < min(errors[False]) < max(errors[False]) < 0
+    assert len(short) == 12 and max(map(abs, short)) < TIME
+
+
+def test_passes_take_longer_beside_collectives() -> None:
+    """The stall that the planner adds lies within the passes of published runs, not between."""
+    longer = passes_beside_collectives()
+    assert len(longer) == 8
+    for forward, backward in longer:
+        assert 0.06 < forward < 0.11 and 0.04 < backward < 0.08
+    # Whatever the vocabulary is: it is the hidden states that travel.
+    assert max(forward for forward, _ in longer) - min(forward for forward, _ in longer) < 0.04
 
 
 def test_what_a_first_stage_takes_beside_a_middle_one() -> None:

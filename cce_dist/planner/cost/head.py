@@ -96,14 +96,16 @@ def _communication(model: Model, job: Job, hardware: Hardware) -> tuple[float, f
         return 0.0, 0.0
     size = 2.0 * job.tokens * model.dim
     sums = 3 * collective(hardware, job.tp, 4.0 * job.tokens, rounds=2)
-    if job.loss in ("exact", "filtered"):
-        sums = collective(hardware, job.tp, 8.0 * job.tokens * job.tp)
+    ours = job.loss in ("exact", "filtered")
+    if ours:
+        # The merge; with a filter four exchanges of bounds, too.
+        width = 24.0 if job.loss == "filtered" else 8.0
+        sums = collective(hardware, job.tp, width * job.tokens * job.tp)
     if job.sequence_parallel:
         gather = collective(hardware, job.tp, size)
         return sums + gather, 2 * gather
-    # Our losses reduce the hidden gradient in fp32.
-    width = 2 if job.loss in ("exact", "filtered") else 1
-    return sums, collective(hardware, job.tp, width * size, rounds=2)
+    # Our losses reduce the hidden gradient in fp32, and gather the sums in 16 bits.
+    return sums, collective(hardware, job.tp, size, rounds=3 if ours else 2)
 
 
 def phase_latency(model: Model, job: Job, hardware: Hardware) -> float:
