@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +18,14 @@ from torch._C import _distributed_c10d
 class Asked:
     """A collective that a rank called, and the tensor that it contributed.
 
-    Args: kind: "all_gather", "all_reduce" or "reduce_scatter".
+    Args:
+        kind: "all_gather", "all_reduce" or "reduce_scatter".
+        takes_largest: it reduces by the maximum, not by the sum.
     """
 
     kind: str
     tensor: Tensor
+    takes_largest: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -53,10 +57,15 @@ class PlayedGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue] - a signature of two
         self.results, self.is_whole, self.count = results, is_whole, 0
 
-    def _play(self, kind: str, out: Tensor, tensor: Tensor) -> dist.Work:
+    def _play(self, kind: str, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        operator = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+        takes_largest = operator == dist.ReduceOp.MAX
+        if not takes_largest and operator != dist.ReduceOp.SUM:
+            raise NotImplementedError(f"ranks are simulated for sums and maxima, got {operator!r}")
         if self.count == len(self.results):
             if not self.is_whole or not self.results:
-                raise UnknownResultError(Asked(kind, tensor.detach().clone()))
+                tensor = tensor.detach().clone()
+                raise UnknownResultError(Asked(kind, tensor, takes_largest))
             self.count = 0
         out.copy_(self.results[self.count].view(out.shape))
         self.count += 1
@@ -72,13 +81,13 @@ class PlayedGroup(dist.ProcessGroup):
     def _reduce_scatter_base(
         self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None
     ) -> dist.Work:
-        return self._play("reduce_scatter", outputTensor, inputTensor)
+        return self._play("reduce_scatter", outputTensor, inputTensor, opts)
 
     # Names from torch 2.13 on.
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._play("all_reduce", tensors[0], tensors[0])
+        return self._play("all_reduce", tensors[0], tensors[0], opts)
 
 
 def results_of(asked: Sequence[Asked]) -> list[Tensor]:
@@ -87,7 +96,9 @@ def results_of(asked: Sequence[Asked]) -> list[Tensor]:
     Raises:
         RuntimeError: the ranks called different collectives, or sent tensors of different sizes.
     """
-    called = {(each.kind, each.tensor.shape, each.tensor.dtype) for each in asked}
+    called = {
+        (each.kind, each.takes_largest, each.tensor.shape, each.tensor.dtype) for each in asked
+    }
     if len(called) > 1:
         raise RuntimeError(
             f"all ranks must call the same collective, got {sorted(map(str, called))}"
@@ -95,9 +106,8 @@ def results_of(asked: Sequence[Asked]) -> list[Tensor]:
     size, kind, tensors = len(asked), asked[0].kind, [each.tensor for each in asked]
     if kind == "all_gather":
         return [torch.cat(tensors)] * size
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total += tensor
+    combine = torch.maximum if asked[0].takes_largest else torch.add
+    total = functools.reduce(combine, tensors)
     return [total] * size if kind == "all_reduce" else list(total.chunk(size))
 
 

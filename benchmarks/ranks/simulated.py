@@ -1,9 +1,9 @@
 """Ranks that share the vocabulary, one after the other on one device: each one's own kernels.
 
-A collective's results follow from what all ranks contribute to it, and that from the results of the
-collectives before. So all ranks are called until they ask for a first result that is not known; it
-is made; and they are called again, until none asks. Then each rank is timed with all results in
-place.
+A collective's results follow from what all ranks contribute to it, which follows from the results
+of earlier collectives. So each rank is called until it needs a result that is not known, the result
+is made of what all ranks contributed, and the ranks are called again. When none needs another
+result, each rank is timed with all of them in place.
 """
 
 from __future__ import annotations
@@ -121,8 +121,11 @@ def simulate_ranks(
     all collectives added to the slowest rank's, none of it hidden behind kernels. `sent_mib` is
     what a rank sends by a ring.
 
+    Without sequence parallelism.
+
     Raises:
-        ValueError: a size does not divide the vocabulary.
+        ValueError: a size does not divide the vocabulary, or a method is a peer's, which may
+            communicate by other means.
         RuntimeError: the ranks' collectives do not fit each other.
     """
     for size in sizes:
@@ -130,6 +133,8 @@ def simulate_ranks(
             raise ValueError(
                 f"simulate must divide the number of classes, {len(inputs.weight)}, got {size}"
             )
+    if peers := [method.name for method in methods if method.origin == "peer"]:
+        raise ValueError(f"simulate takes no peers, got {peers}")
     rows: list[Cells] = []
     with fresh_compiler():
         golden = golden_gradients(inputs)

@@ -180,7 +180,7 @@ def ranks_command(
         typer.Option(
             min=2,
             help="In place of a job's: so many ranks one after the other on one device, with the "
-            "collectives' results in place; may be repeated.",
+            "collectives' results in place, without sequence parallelism; may be repeated.",
         ),
     ] = None,
     timeout_seconds: arg.CollectiveTimeout = 120.0,
@@ -203,6 +203,8 @@ def ranks_command(
         our_backend = parse_backend(backend)
         on_gpu = device.startswith("cuda")
         methods = choose_methods(method or (), peers, on_gpu=on_gpu, ranks=True)
+        if simulate and size:
+            raise ValueError(f"size must not be given with simulate, got {size}")
         if simulate:
             return _simulate(
                 arg.cases_of(inputs, shape, tokens, vocab, dim, dtype, device),
