@@ -164,8 +164,8 @@ def _measured(group: Group, rank: int, golden: Gradients, repeats: int) -> Cells
         off = errors(gradients(function, part), mine)
         variant = variant_of(function, part, "loss+grad")
         call, kernels = profiled(variant, part.hidden.device, repeats)
-    own = [ms for name, _, ms in kernels if not name.startswith(COPIES)]
-    cells = {"kernel_ms": sum(own), "call_ms": call, "kept": kept, **off}
+    kernel_ms = sum(ms for name, _, ms in kernels if not name.startswith(COPIES))
+    cells = {"kernel_ms": kernel_ms, "call_ms": call, "kept": kept, **off}
     return _row(group, str(rank), cells)
 
 

@@ -64,9 +64,9 @@ def sort_of(tools: Tools, slow: Function) -> Function:
     """Returns the stand-in of `sort`, for which Triton compares and swaps in many steps."""
     tensor = tools.core.tensor
 
-    def sort(x: Any, *options: Any, **named: Any) -> Any:
-        if type(x) is not tensor or len(x.type.sizes) != 1 or options or named:
-            return slow(x, *options, **named)
+    def sort(x: Any, dim: Any = None, descending: Any = False) -> Any:
+        if type(x) is not tensor or len(x.type.sizes) != 1 or dim is not None or descending:
+            return slow(x, dim, descending)
         return tools.tensor_of(np.sort(x.handle.data), like_of(x))
 
     return sort

@@ -110,8 +110,8 @@ def sort_kernel(
     mine, at = ordered // PART, part * PART + ordered % PART
     key = tl.load(key_ptr + at, mask=inside, other=0)
     # Place 0 of the part's keys of each digit, were the part's first key at 0.
-    own = tl.load(tally_ptr + part * DIGITS + digit)
-    base = tl.cumsum(total - own, 0) - (total - own) + before
+    others = total - tl.load(tally_ptr + part * DIGITS + digit)
+    base = tl.cumsum(others, 0) - others + before
     place = tl.gather(base, tl.minimum(mine, DIGITS - 1), 0) + lane
     if HIGHEST:
         column = key.to(tl.int32)
