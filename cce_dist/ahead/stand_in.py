@@ -114,10 +114,11 @@ def stand_in(
         "is_current_stream_capturing": lambda: False,
         "device": lambda device_index: contextlib.nullcontext(),
     }
-    driver = Driver(device, launcher)
+    # Triton 3.4 has the driver itself where later releases have a property.
+    driver, current = Driver(device, launcher), triton.runtime.driver
     with (
         mock.patch.multiple(torch.cuda, **says),
-        mock.patch.object(triton.runtime.driver, "_active", driver),
+        mock.patch.object(current, "_active" if hasattr(current, "_active") else "active", driver),
     ):
         yield
 

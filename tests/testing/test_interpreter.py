@@ -115,7 +115,7 @@ def test_stand_in_of_a_function(interpreter: Any, left: str) -> None:
         check(tl.where, block(interpreter, "int1", "plain"), block(interpreter, left, one), number)
 
 
-@pytest.mark.parametrize("size", [1, 64])
+@pytest.mark.parametrize("size", [2, 64])
 def test_stand_in_of_a_sort(interpreter: Any, size: int) -> None:
     tl, data = interpreter.tl, np.random.default_rng(0).permutation(size).astype(np.int32)
     of = tl.tensor(interpreter.TensorHandle(data, tl.int32), tl.block_type(tl.int32, [size]))
