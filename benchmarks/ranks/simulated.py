@@ -9,7 +9,7 @@ result, each rank is timed with all of them in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -136,7 +136,8 @@ def simulate_ranks(
     if peers := [method.name for method in methods if method.origin == "peer"]:
         raise ValueError(f"simulate takes no peers, got {peers}")
     rows: list[Cells] = []
-    with fresh_compiler():
+    # On a CPU nothing here compiles; the compiler alone would take seconds to import.
+    with fresh_compiler() if inputs.hidden.is_cuda else nullcontext():
         golden = golden_gradients(inputs)
         for method in methods:
             one: float | None = None
