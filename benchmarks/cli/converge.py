@@ -6,15 +6,13 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from benchmarks.cli.work import prepare_work, train_work
 from cce_dist.bench.arguments import Names, PeerPath, Size, Threads, machine_of, refusals
 from cce_dist.needs.extras import need_modules
-
-if TYPE_CHECKING:
-    from benchmarks.converge.converge import Work
 
 
 def converge_command(
@@ -79,7 +77,7 @@ def converge_command(
     """
     import torch
 
-    from benchmarks.converge.converge import Work
+    from benchmarks.converge.converge import Work, converge, prepare
     from benchmarks.converge.plan import STARTS, Plan, Sizes, parse_slice, settings_of
     from benchmarks.evidence.records import make_record
     from benchmarks.fidelity.candidates import choose_names
@@ -104,39 +102,10 @@ def converge_command(
             "convergence", record.stem, title, machine, seeds=range(seeds), settings=settings
         )
         work = Work(plan, sizes, empty, record.parent, cache, tuple(data or ()))
-        raise typer.Exit(_run(work, retry=retry, prepare_only=prepare_only))
-
-
-def _run(work: Work, *, retry: bool, prepare_only: bool) -> int:
-    """Trains the runs that the record lacks; returns the exit code, 1 if the device was lost.
-
-    Raises:
-        ConfigError, ValueError: the text cannot be used, or the record's file belongs to another
-            measurement.
-    """
-    import torch
-
-    from benchmarks.converge.converge import converge, prepare
-    from cce_dist.bench.methods import DeviceLostError
-    from cce_dist.train.config.schema import ParallelConfig
-    from cce_dist.train.ranks import connect, leave
-
-    try:
         if prepare_only:
-            for vocab_size in work.plan.vocab_sizes:
-                vocabulary = prepare(work, vocab_size, typer.echo)
-                typer.echo(f"V={vocab_size}: {work.cache / vocabulary.key}")
-            return 0
-        ranks = connect(ParallelConfig())
-        # Joining the job takes every core: give back those that were not asked for.
-        torch.set_num_threads(int(work.record.machine["threads"]))
-        converge(work, ranks, typer.echo, retry=retry)
-    except DeviceLostError as error:
-        typer.echo(f"the device was lost in {error}; the same command again goes on", err=True)
-        return 1
-    leave(ranks)
-    typer.echo(f"written: {work.folder / work.record.name}.json")
-    return 0
+            return prepare_work(work, lambda size: prepare(work, size, typer.echo))
+        lasted = train_work(work, lambda ranks: converge(work, ranks, typer.echo, retry=retry))
+    raise typer.Exit(0 if lasted else 1)
 
 
 def parse_power(name: str, text: str) -> float:

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import Annotated, get_args
 
 import typer
 
+from benchmarks.cli.work import prepare_work, train_work
 from cce_dist.bench import arguments as arg
 from cce_dist.bench.report import Cells
 from cce_dist.needs.extras import need_modules
-
-if TYPE_CHECKING:
-    from benchmarks.distillation.students import StudentWork
 
 # The columns of the terminal's table.
 SHOWN = (
@@ -255,8 +253,16 @@ def students_command(
 
     from benchmarks.converge.plan import parse_slice
     from benchmarks.distillation.student_losses import DIVERGENCES, METHODS
-    from benchmarks.distillation.students import StudentPlan, StudentSizes, StudentWork
+    from benchmarks.distillation.students import (
+        StudentPlan,
+        StudentSizes,
+        StudentWork,
+        prepare,
+        train_students,
+    )
+    from benchmarks.evidence.distillation import summarize, times_of
     from benchmarks.evidence.records import check_path, make_record
+    from cce_dist.bench.report import Report
 
     need_modules("tokenizers")
     on_gpu = torch.cuda.is_available()
@@ -280,43 +286,14 @@ def students_command(
             "distillation", record.stem, title, machine, seeds=plan.seeds, settings=settings
         )
         work = StudentWork(plan, sizes, empty, record.parent, cache, tuple(data or ()))
-        raise typer.Exit(_train_students(work, retry=retry, prepare_only=prepare_only))
-
-
-def _train_students(work: StudentWork, *, retry: bool, prepare_only: bool) -> int:
-    """Trains the runs that the record lacks; returns the exit code, 1 if the device was lost.
-
-    Raises:
-        ConfigError, ValueError: the text cannot be used, or the record's file belongs to another
-            measurement.
-    """
-    import torch
-
-    from benchmarks.distillation.students import prepare, train_students
-    from benchmarks.evidence.distillation import summarize, times_of
-    from cce_dist.bench.methods import DeviceLostError
-    from cce_dist.bench.report import Report
-    from cce_dist.train.config.schema import ParallelConfig
-    from cce_dist.train.ranks import connect, leave
-
-    try:
         if prepare_only:
-            for vocab_size in work.plan.vocab_sizes:
-                vocabulary = prepare(work, vocab_size, typer.echo)
-                typer.echo(f"V={vocab_size}: {work.cache / vocabulary.key}")
-            return 0
-        ranks = connect(ParallelConfig())
-        # Joining the job takes every core: give back those that were not asked for.
-        torch.set_num_threads(int(work.record.machine["threads"]))
-        train_students(work, ranks, typer.echo, retry=retry)
-    except DeviceLostError as error:
-        typer.echo(f"the device was lost in {error}; the same command again goes on", err=True)
-        return 1
-    leave(ranks)
-    report = Report(work.record.machine)
-    rows = work.recorded()
+            return prepare_work(work, lambda size: prepare(work, size, typer.echo))
+        lasted = train_work(
+            work, lambda ranks: train_students(work, ranks, typer.echo, retry=retry)
+        )
+    if not lasted:
+        raise typer.Exit(1)
+    report, rows = Report(work.record.machine), work.recorded()
     for name, shown in (("held-out text", summarize(rows)), ("steps", times_of(rows))):
         report.add({"students,": name}, shown)
         report.finish_case()
-    typer.echo(f"written: {work.folder / work.record.name}.json")
-    return 0

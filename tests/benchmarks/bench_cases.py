@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,3 +38,11 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 def named(rows: Sequence[Cells]) -> dict[str, Cells]:
     return {row["method"]: row for row in rows}
+
+
+def write_texts(folder: Path) -> None:
+    """Makes a folder of six short texts, to train on."""
+    text = Path(argparse.__file__).read_text()
+    folder.mkdir()
+    for number in range(6):
+        (folder / f"{number}.txt").write_text(text[3000 * number : 3000 * (number + 1)])

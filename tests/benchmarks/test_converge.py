@@ -15,6 +15,7 @@ from benchmarks.evidence.records import read_record
 from cce_dist.cli.main import app
 from cce_dist.testing import zipf_inputs
 from cce_dist.train.model.head import head_loss_of
+from tests.benchmarks.bench_cases import write_texts
 from tests.support.torchrun import run_forked
 
 pytestmark = pytest.mark.timeout(120)
@@ -28,10 +29,7 @@ CHOSEN = ("--method", "dense", "--method", "filtered", "--method", "screened", "
 
 
 def test_converge_command(tmp_path: Path) -> None:
-    text = Path(argparse.__file__).read_text()
-    (tmp_path / "text").mkdir()
-    for number in range(6):
-        (tmp_path / "text" / f"{number}.txt").write_text(text[3000 * number : 3000 * (number + 1)])
+    write_texts(tmp_path / "text")
     path = tmp_path / "evidence" / "tiny.json"
     folders = ("--data", str(tmp_path / "text"), "--cache", str(tmp_path / "cache"))
     command = ("bench", "converge", *SIZES, *folders, "--record", str(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from benchmarks.evidence.records import read_record
 from benchmarks.evidence.report import page_of
 from cce_dist.reference import divergence_reference
 from cce_dist.train.data.batches import Batches
-from tests.benchmarks.bench_cases import refuse
+from tests.benchmarks.bench_cases import refuse, write_texts
 from tests.support.torchrun import run_forked
 
 pytest.importorskip("tokenizers")
@@ -90,10 +89,7 @@ def test_the_teacher_gets_the_tokens_of_the_step() -> None:
 
 @pytest.mark.timeout(120)
 def test_the_command(tmp_path: Path) -> None:
-    text = Path(argparse.__file__).read_text()
-    (tmp_path / "text").mkdir()
-    for number in range(6):
-        (tmp_path / "text" / f"{number}.txt").write_text(text[3000 * number : 3000 * (number + 1)])
+    write_texts(tmp_path / "text")
     path = tmp_path / "evidence" / "tiny.json"
     folders = ("--data", str(tmp_path / "text"), "--cache", str(tmp_path / "cache"))
     command = ("bench", "students", *TINY, *folders, "--record", str(path))
