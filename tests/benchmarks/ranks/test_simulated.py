@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from benchmarks.ranks.played_group import Asked, results_of
+from benchmarks.ranks.played_group import Asked, UnknownResultError, played_group, results_of
 from benchmarks.ranks.simulated import Group, simulate_ranks
 from cce_dist import VocabShard
 from cce_dist.bench.golden import GRADIENT_ERRORS, Gradients, LossFunction, gradients
@@ -92,6 +92,14 @@ def test_results_of_collectives() -> None:
     assert Asked("reduce_scatter", torch.zeros(8)).moved(4) == 24
     with pytest.raises(RuntimeError, match="all ranks must call the same collective"):
         results_of([Asked("all_reduce", torch.zeros(2)), Asked("all_reduce", torch.zeros(3))])
+
+
+def test_other_reductions_are_refused() -> None:
+    with played_group(0, 2, [], torch.device("cpu"), is_whole=False) as group:
+        with pytest.raises(NotImplementedError, match="sums and maxima, got"):
+            dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MIN, group=group)
+        with pytest.raises(UnknownResultError):
+            dist.all_reduce(torch.ones(2), group=group)
 
 
 def alone(builder: Any) -> Method:
