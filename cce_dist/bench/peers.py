@@ -12,6 +12,7 @@ import inspect
 import os
 from collections.abc import Callable
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,8 +26,6 @@ from .rank_methods import Setup, all_tokens, logits_of
 
 # Tokens in a chunk: QuACK's own default.
 QUACK_CHUNK = 4096
-# Columns in a chunk: TRL's own.
-TRL_CHUNK = 32768
 # Chunks of the peers whose caller chooses the number.
 NUM_CHUNKS = 8
 
@@ -198,25 +197,35 @@ def quack(_: Setup) -> LossFunction:
 
 
 def trl(ours: bool, setup: Setup) -> LossFunction:
-    """Returns what TRL's SFTTrainer computes: loss, entropy and accuracy of each token.
+    """Returns what TRL's SFTTrainer computes after the layers: loss, entropy and accuracy.
 
-    With `ours` by `cce_dist.integrations.trl`, else by TRL's chunks of 32,768 columns.
+    With `ours` by `cce_dist.integrations.trl`, else by TRL's chunks.
     """
     from cce_dist.integrations.trl import patched
 
-    outputs = ("log_probs", "entropy", "is_top1")
+    make: Any = resolve_name("trl.trainer.utils:add_fused_lm_head")
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        utils = resolve_name("trl.trainer.utils")
+        model: Any = _Layers(hidden, weight, setup.softcap)
+        make(model, outputs=("log_probs", "entropy", "is_top1"))
         with patched(backend=setup.backend) if ours else contextlib.nullcontext():
-            mask = targets != IGNORE_INDEX
-            result = utils._ChunkedLogProbFunction.apply(
-                *(hidden[mask], weight, None, targets[mask], 1.0, TRL_CHUNK, setup.softcap, 1.0),
-                outputs,
-            )
-        return -result[0].sum() / mask.sum()
+            output = model.forward(shift_labels=targets[None], fused_lm_head=True)
+        return output.loss
 
     return loss
+
+
+class _Layers:
+    """A transformers model whose layers are done, as TRL's fused head sees it."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, softcap: float | None) -> None:
+        self.config = SimpleNamespace(final_logit_softcapping=softcap)
+        self.config.get_text_config = lambda: self.config
+        self.base_model = lambda **_: SimpleNamespace(last_hidden_state=hidden[None])
+        self.get_output_embeddings = lambda: SimpleNamespace(weight=weight, bias=None)
+
+    def forward(self) -> None:
+        """The fused head takes its place."""
 
 
 def fla(fp32: bool, _: Setup) -> LossFunction:

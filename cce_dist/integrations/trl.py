@@ -1,7 +1,8 @@
 """Replaces the loss of TRL's trainers: SFT, DPO, KTO, GRPO, RLOO and experimental AsyncGRPO.
 
 All of them call `apply` of one autograd function of TRL, found under a module's name at each call.
-An object of the same signature takes that name. `trl_distillation` has the trainers that distil.
+An object of the same signature takes that name. `trl_mask` has the tokens that they ignore,
+`trl_distillation` the trainers that distil.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from cce_dist.integrations.errors import PatchError
 from cce_dist.integrations.log import logger
 from cce_dist.integrations.options import OPTIONS, keywords_of
 from cce_dist.integrations.trl_distillation import (
+    IGNORED,
     Distillation,
     in_memory_until_the_backward,
     in_our_order,
 )
+from cce_dist.integrations.trl_mask import Mask
 
 __all__ = ["Status", "apply", "patched", "remove", "status"]
 
@@ -78,8 +81,8 @@ class Status:
 class _Loss:
     """The object in the place of TRL's autograd function."""
 
-    def __init__(self, options: LossOptions, original: Any) -> None:
-        self.options, self.original = options, original
+    def __init__(self, options: LossOptions, original: Any, mask: Mask) -> None:
+        self.options, self.original, self.mask = options, original, mask
         self.is_on, self.calls = True, 0
 
     def apply(
@@ -105,6 +108,9 @@ class _Loss:
             raise PatchError(f"cce_dist knows the outputs {list(OUTPUTS)} of TRL, got {unknown}")
         if not torch.compiler.is_compiling():
             self._count(hidden, weight)
+        mask = self.mask.of_caller()
+        if mask is not None:
+            targets = targets.masked_fill(~mask, IGNORED)
         weight = in_memory_until_the_backward(weight, hidden)
         scale, softcap = in_our_order(logit_scale, final_logit_softcapping, temperature)
         # Without any statistic the loss would come alone, as a tensor.
@@ -172,7 +178,9 @@ def apply(**options: object) -> Status:
         utils, original = _find_seam()
         distillation = Distillation(wanted, _version())
         distillation.install()
-        _State.loss, _State.distillation = _Loss(wanted, original), distillation
+        mask = Mask(utils)
+        mask.install()
+        _State.loss, _State.distillation = _Loss(wanted, original, mask), distillation
         setattr(utils, SEAM, _State.loss)
     elif loss.options != wanted:
         raise PatchError(
@@ -191,6 +199,7 @@ def remove() -> None:
     if getattr(utils, SEAM) is loss:
         setattr(utils, SEAM, loss.original)
     loss.is_on = False
+    loss.mask.remove()
     if _State.distillation is not None:
         _State.distillation.remove()
     _State.loss = _State.distillation = None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import cce_dist.integrations
-from cce_dist import Filter
+from cce_dist import Filter, linear_cross_entropy
 from cce_dist.integrations import transformers
 from cce_dist.integrations import trl as patch
 from cce_dist.integrations.errors import PatchError
@@ -29,14 +29,17 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("trl")
     import trl
+    from transformers.modeling_outputs import BaseModelOutputWithPast
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer import utils
 
 
 @pytest.fixture(autouse=True)
 def without_a_trace() -> Iterator[None]:
+    picks_rows = utils._use_triton
     yield
     patch.remove()
+    assert utils._use_triton is picks_rows
     assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
 
 
@@ -257,6 +260,102 @@ def test_function_of_a_frozen_weight_emptied_after_the_forward() -> None:
     parameter.data = torch.empty(0)
     (out[0] * torch.arange(N).sub(5)).sum().backward()
     assert_same({"hidden": hidden.grad}, {"hidden": golden["grad_hidden"]})
+
+
+# -- tokens that TRL ignores ----------------------------------------------------------------------
+
+
+def results_of_model(labels: Tensor, compiled: bool = False) -> dict[str, Tensor]:
+    """What the fused head returns, and the gradients of its loss and its entropy's sum."""
+    model = make("llama")
+    utils.add_fused_lm_head(model, outputs=("log_probs", *ALL))
+    forward = torch.compile(model, backend="eager") if compiled else model
+    output = forward(input_ids=batch()["input_ids"], labels=labels, fused_lm_head=True)
+    (output.loss + 0.1 * output.entropy.sum()).backward()
+    results = {name: getattr(output, name) for name in ("loss", *FIELDS)}
+    grads = {f"grad_{name}": x.grad for name, x in model.named_parameters()}
+    return {name: x.detach() for name, x in {**results, **grads}.items() if x is not None}
+
+
+def labels_of(case: str) -> Tensor:
+    labels = batch()["input_ids"].clone()
+    if case != "none ignored":
+        labels[:, : None if case == "all ignored" else 5] = -100
+    return labels
+
+
+# Of torch's compiler, where its graph breaks.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("picks_rows", [False, True], ids=["every row", "picks rows"])
+@pytest.mark.parametrize("case", ["some ignored", "none ignored", "all ignored"])
+def test_ignored_tokens(
+    case: str, picks_rows: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody picks rows, and the loss is told what is ignored; compiled, TRL does as ever."""
+    monkeypatch.setattr(utils, "_use_triton", lambda device: picks_rows)
+    labels, seen = labels_of(case), []
+    theirs = results_of_model(labels)
+
+    def spy(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Any:
+        seen.append(targets)
+        return linear_cross_entropy(hidden, weight, targets, **options)
+
+    monkeypatch.setattr(patch, "linear_cross_entropy", spy)
+    with patch.patched(gradient="exact"):
+        ours = results_of_model(labels, compiled)
+    assert_same(ours, theirs, 2e-6)
+    counted = labels[:, 1:].reshape(-1)
+    if compiled:
+        counted = counted[counted != -100] if picks_rows else counted.clamp(min=0)
+    assert seen[-1].equal(counted)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_the_host_does_not_wait() -> None:
+    labels = labels_of("some ignored").cuda()
+    model = make("llama").cuda()
+    hidden = torch.randn(*labels.shape, 32, device="cuda", requires_grad=True)
+    model.model.forward = lambda **_: BaseModelOutputWithPast(hidden)
+    utils.add_fused_lm_head(model, outputs=("log_probs", *ALL))
+    theirs = model(labels=labels, fused_lm_head=True)
+    with patch.patched(gradient="exact"):
+        for mode in ("default", "error"):
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                ours = model(labels=labels, fused_lm_head=True)
+                ours.loss.backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    for name in ("loss", "label_mask", *FIELDS):
+        expected = getattr(theirs, name)
+        torch.testing.assert_close(getattr(ours, name), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("change", ["no _use_triton", "another forward", "another caller"])
+def test_another_forward_picks_its_rows(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of TRL 1.15 too, which always picks them."""
+
+    def add_fused_lm_head() -> None:
+        def _fused_forward(labels: Tensor) -> None:
+            mask = labels != -100
+            utils._use_triton(mask.device)
+
+        del _fused_forward
+
+    device = torch.device("cuda")
+    picks_rows = utils._use_triton
+    monkeypatch.setattr(utils, "_use_triton", lambda device: True)
+    if change == "no _use_triton":
+        monkeypatch.delattr(utils, "_use_triton")
+    if change == "another forward":
+        monkeypatch.setattr(utils, "add_fused_lm_head", add_fused_lm_head)
+    with patch.patched():
+        assert change == "no _use_triton" or utils._use_triton(device)
+        # As TRL's function is called by others, the targets are all that count.
+        assert results_of(inputs(4))["log_probs"].ne(0).all()
+    assert change == "no _use_triton" or utils._use_triton is not picks_rows
 
 
 # -- the switch ------------------------------------------------------------------------------------
