@@ -31,7 +31,7 @@ class Mask:
 
     def __init__(self, utils: Any) -> None:
         self.utils = utils
-        self.picks_rows = getattr(utils, PICKS_ROWS, None)
+        self.picks_rows: Any = getattr(utils, PICKS_ROWS, None)
         self.code = None if self.picks_rows is None else _code_of_forward(utils)
         self.replacement = self._picks_rows
 
