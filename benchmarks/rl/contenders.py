@@ -18,12 +18,13 @@ from torch import Tensor
 from benchmarks.contenders import Contender, import_alone
 from cce_dist import TokenLogprobs, token_logprobs
 from cce_dist.bench.golden import LossFunction
-from cce_dist.bench.peers import TRL_CHUNK
 from cce_dist.logprobs import GradientOfEach, LogprobStat
 
 # hidden [N, D], weight [V, D], targets [N] -> values of each token
 TokenFunction = Callable[[Tensor, Tensor, Tensor], TokenLogprobs]
 
+# Columns in a chunk: TRL's own.
+TRL_CHUNK = 32768
 STATS: tuple[LogprobStat, ...] = ("entropy", "correct")
 # Tokens of a response, at most: Liger takes a response a chunk.
 RESPONSE = 1024
