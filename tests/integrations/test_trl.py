@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import logging
@@ -333,14 +334,17 @@ def test_the_host_does_not_wait() -> None:
         torch.testing.assert_close(getattr(ours, name), expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("change", ["no _use_triton", "another forward", "another caller"])
+@pytest.mark.parametrize(
+    "change", ["no _use_triton", "another forward", "no source", "another caller"]
+)
 def test_another_forward_picks_its_rows(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of TRL 1.15 too, which always picks them."""
 
     def add_fused_lm_head() -> None:
         def _fused_forward(labels: Tensor) -> None:
-            mask = labels != -100
-            utils._use_triton(mask.device)
+            mask = labels == -100
+            compact = utils._use_triton(mask.device)
+            labels = labels[mask] if compact else labels.clamp(min=0).reshape(-1)
 
         del _fused_forward
 
@@ -351,6 +355,8 @@ def test_another_forward_picks_its_rows(change: str, monkeypatch: pytest.MonkeyP
         monkeypatch.delattr(utils, "_use_triton")
     if change == "another forward":
         monkeypatch.setattr(utils, "add_fused_lm_head", add_fused_lm_head)
+    if change == "no source":
+        monkeypatch.setattr(utils, "add_fused_lm_head", functools.partial(print))
     with patch.patched():
         assert change == "no _use_triton" or utils._use_triton(device)
         # As TRL's function is called by others, the targets are all that count.
