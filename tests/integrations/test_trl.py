@@ -285,8 +285,9 @@ def labels_of(case: str) -> Tensor:
     return labels
 
 
-# Of torch's compiler, where its graph breaks.
+# Of torch's compiler, where its graph breaks: at TRL's mask, and at the tests' poisoned memory.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("picks_rows", [False, True], ids=["every row", "picks rows"])
 @pytest.mark.parametrize("case", ["some ignored", "none ignored", "all ignored"])
