@@ -203,14 +203,14 @@ def trl(ours: bool, setup: Setup) -> LossFunction:
     """
     from cce_dist.integrations.trl import patched
 
-    make: Any = resolve_name("trl.trainer.utils:add_fused_lm_head")
+    layers: Any = _Layers(setup.softcap)
+    add_head = resolve_name("trl.trainer.utils:add_fused_lm_head")
+    add_head(layers, outputs=("log_probs", "entropy", "is_top1"))
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        model: Any = _Layers(hidden, weight, setup.softcap)
-        make(model, outputs=("log_probs", "entropy", "is_top1"))
+        layers.hidden, layers.weight = hidden, weight
         with patched(backend=setup.backend) if ours else contextlib.nullcontext():
-            output = model.forward(shift_labels=targets[None], fused_lm_head=True)
-        return output.loss
+            return layers.forward(shift_labels=targets[None], fused_lm_head=True).loss
 
     return loss
 
@@ -218,14 +218,22 @@ def trl(ours: bool, setup: Setup) -> LossFunction:
 class _Layers:
     """A transformers model whose layers are done, as TRL's fused head sees it."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, softcap: float | None) -> None:
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+
+    def __init__(self, softcap: float | None) -> None:
         self.config = SimpleNamespace(final_logit_softcapping=softcap)
         self.config.get_text_config = lambda: self.config
-        self.base_model = lambda **_: SimpleNamespace(last_hidden_state=hidden[None])
-        self.get_output_embeddings = lambda: SimpleNamespace(weight=weight, bias=None)
 
     def forward(self) -> None:
         """The fused head takes its place."""
+
+    def base_model(self, use_cache: bool) -> SimpleNamespace:
+        del use_cache
+        return SimpleNamespace(last_hidden_state=self.hidden[None])
+
+    def get_output_embeddings(self) -> SimpleNamespace:
+        return SimpleNamespace(weight=self.weight, bias=None)
 
 
 def fla(fp32: bool, _: Setup) -> LossFunction:

@@ -147,6 +147,12 @@ class _Loss:
             _version(),
             FUNCTION,
         )
+        if self.mask.code is None:
+            logger.info(
+                "TRL %s picks the rows of the tokens that count before it calls the loss, and the "
+                "host waits for the device; that of TRL 1.16 does not have to",
+                _version(),
+            )
 
 
 class _State:

@@ -8,6 +8,7 @@ TRL's function.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from types import CodeType, FrameType
@@ -16,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# TRL's function of a device, under this name in its module: whether it picks rows.
+# The name of TRL's function that says of a device whether rows are picked there.
 PICKS_ROWS = "_use_triton"
 MAKER, FORWARD = "add_fused_lm_head", "_fused_forward"
 MASK, PICKED = "mask", "compact"
-# What it must say, so that these names mean what they do here.
+# Lines of the forward, without which these names may mean something else.
 LINES = ("mask = labels != -100", "labels[mask] if compact else labels.clamp(min=0).reshape(-1)")
 
 
@@ -35,7 +36,8 @@ class Mask:
     def __init__(self, utils: Any) -> None:
         self.utils = utils
         self.picks_rows: Any = getattr(utils, PICKS_ROWS, None)
-        self.code = None if self.picks_rows is None else _code_of_forward(utils)
+        maker = getattr(utils, MAKER, None)
+        self.code = None if self.picks_rows is None else _code_of_forward(maker)
         self.replacement = self._picks_rows
 
     def install(self) -> None:
@@ -65,13 +67,14 @@ class Mask:
         return frame if frame.f_code is self.code else None
 
 
-def _code_of_forward(utils: Any) -> CodeType | None:
-    """Returns the code of the forward, if it is the known one."""
+@functools.cache
+def _code_of_forward(maker: Any) -> CodeType | None:
+    """Returns the code of the forward that `maker` makes, if it is the known one."""
     try:
-        source, maker = inspect.getsource(getattr(utils, MAKER)), getattr(utils, MAKER).__code__
+        source, codes = inspect.getsource(maker), maker.__code__.co_consts
     except (AttributeError, TypeError, OSError):
         return None
     if not all(line in source for line in LINES):
         return None
-    codes = (code for code in maker.co_consts if isinstance(code, CodeType))
-    return next((code for code in codes if code.co_name == FORWARD), None)
+    named = (x for x in codes if isinstance(x, CodeType) and x.co_name == FORWARD)
+    return next(named, None)

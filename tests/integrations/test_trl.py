@@ -342,6 +342,7 @@ def test_another_forward_picks_its_rows(change: str, monkeypatch: pytest.MonkeyP
     """Of TRL 1.15 too, which always picks them."""
 
     def add_fused_lm_head() -> None:
+        # The mask is that of the ignored tokens.
         def _fused_forward(labels: Tensor) -> None:
             mask = labels == -100
             compact = utils._use_triton(mask.device)
@@ -349,20 +350,27 @@ def test_another_forward_picks_its_rows(change: str, monkeypatch: pytest.MonkeyP
 
         del _fused_forward
 
-    device = torch.device("cuda")
-    picks_rows = utils._use_triton
-    monkeypatch.setattr(utils, "_use_triton", lambda device: True)
+    def picks_rows(device: torch.device) -> bool:
+        return True
+
+    monkeypatch.setattr(utils, "_use_triton", picks_rows)
     if change == "no _use_triton":
         monkeypatch.delattr(utils, "_use_triton")
     if change == "another forward":
         monkeypatch.setattr(utils, "add_fused_lm_head", add_fused_lm_head)
     if change == "no source":
         monkeypatch.setattr(utils, "add_fused_lm_head", functools.partial(print))
+    lines: list[str] = []
+    monkeypatch.setattr(patch.logger, "info", lambda line, *args: lines.append(line % args))
     with patch.patched():
-        assert change == "no _use_triton" or utils._use_triton(device)
+        if change != "no _use_triton":
+            assert (utils._use_triton is picks_rows) == (change != "another caller")
+            assert utils._use_triton(torch.device("cuda"))
         # As TRL's function is called by others, the targets are all that count.
         assert results_of(inputs(4))["log_probs"].ne(0).all()
-    assert change == "no _use_triton" or utils._use_triton is not picks_rows
+    says = any("picks the rows of the tokens that count" in line for line in lines)
+    assert says == (change != "another caller")
+    assert getattr(utils, "_use_triton", picks_rows) is picks_rows
 
 
 # -- the switch ------------------------------------------------------------------------------------
