@@ -350,13 +350,6 @@ class LossOptions:
                 f'{mode} keeps every column; use gradient="filtered" and a filter whose keep or '
                 'eps is above 0, or logits="full"'
             )
-        exact = ("entropy", "sum_p2", "correct", "logit_moments")
-        wrong = [stat for stat in exact if stat in self.stats]
-        if wrong:
-            raise ValueError(
-                f'stats must not have {", ".join(map(repr, wrong))} with logits="screened", whose '
-                'logits have 8 bits; leave them out, or use logits="full"'
-            )
 
     def workspace_for(self, num_tokens: int) -> int:
         """Returns the bytes of the workspace of a call on `num_tokens` tokens."""

@@ -124,9 +124,9 @@ def _with_copy(setup: Setup) -> LossFunction:
     return loss
 
 
-def _with_statistics(stats: tuple[Stat, ...], setup: Setup) -> LossFunction:
+def _with_statistics(stats: tuple[Stat, ...], logits: str, setup: Setup) -> LossFunction:
     """Returns `filtered` with statistics of each token beside the loss."""
-    loss = _our_loss({"gradient": "filtered", "stats": stats}, setup)
+    loss = _our_loss({"gradient": "filtered", "logits": logits, "stats": stats}, setup)
     return lambda *tensors: loss(*tensors).loss
 
 
@@ -171,7 +171,8 @@ _METHODS = (
     # With an existing 8-bit copy of the weight.
     Method("screened-copy", "ours", _with_copy, softcap=True),
     *(
-        Method(f"filtered-{name}", "ours", partial(_with_statistics, stats), softcap=True)
+        Method(f"{mode}-{name}", "ours", partial(_with_statistics, stats, logits), softcap=True)
+        for mode, logits in (("filtered", "full"), (SCREENED, SCREENED))
         for name, stats in STATISTICS.items()
     ),
     # Within torch.compile(fullgraph=True).
@@ -190,8 +191,9 @@ _METHODS = (
     _peer("liger-tp", peers.liger_tp, LIGER, alone=False, ranks=True),
     _peer("liger-logits", peers.liger_logits, LIGER, alone=False, ranks=True),
     # With what TRL's SFTTrainer logs beside the loss: by TRL, and by cce_dist.integrations.trl.
-    _peer("trl", partial(peers.trl, False), "trl", softcap=True),
-    Method("trl-ours", "ours", partial(peers.trl, True), "trl", softcap=True),
+    _peer("trl", partial(peers.trl, None), "trl", softcap=True),
+    Method("trl-ours", "ours", partial(peers.trl, "full"), "trl", softcap=True),
+    Method("trl-screened", "ours", partial(peers.trl, SCREENED), "trl", softcap=True),
     _peer("fla-16bit", partial(peers.fla, False), FLA),
     _peer("fla", partial(peers.fla, True), FLA),
     _peer("torchtune-8", peers.chunked_by_autograd),

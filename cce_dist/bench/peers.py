@@ -196,10 +196,10 @@ def quack(_: Setup) -> LossFunction:
     )
 
 
-def trl(ours: bool, setup: Setup) -> LossFunction:
+def trl(logits: str | None, setup: Setup) -> LossFunction:
     """Returns what TRL's SFTTrainer computes after the layers: loss, entropy and accuracy.
 
-    With `ours` by `cce_dist.integrations.trl`, else by TRL's chunks.
+    Args: logits: option of `cce_dist.integrations.trl`; None: TRL's own chunks.
     """
     from cce_dist.integrations.trl import patched
 
@@ -209,7 +209,8 @@ def trl(ours: bool, setup: Setup) -> LossFunction:
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         layers.hidden, layers.weight = hidden, weight
-        with patched(backend=setup.backend) if ours else contextlib.nullcontext():
+        ours = {"backend": setup.backend, "logits": logits}
+        with contextlib.nullcontext() if logits is None else patched(**ours):
             return layers.forward(shift_labels=targets[None], fused_lm_head=True).loss
 
     return loss

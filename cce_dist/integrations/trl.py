@@ -47,8 +47,7 @@ STATS = {
     "is_top1": "correct",
 }
 KNOWN = "TRL 1.15 and 1.16"
-# Screened logits have no entropy, which every trainer asks for.
-TAKEN = tuple(sorted({*OPTIONS} - {"logits", "screen"}))
+TAKEN = tuple(sorted(OPTIONS))
 
 
 class LogProbs(NamedTuple):
@@ -166,9 +165,9 @@ def apply(**options: object) -> Status:
     """Replaces the log-probabilities and divergences of TRL's trainers, of those that exist and of
     later ones.
 
-    Args: gradient, filter, backend, workspace_bytes and keep_logits of
-        `cce_dist.linear_cross_entropy`, which has their defaults; `linear_distillation` takes the
-        first three, and workspace_bytes.
+    Args: gradient, filter, logits, screen, backend, workspace_bytes and keep_logits of
+        `cce_dist.linear_cross_entropy`, which has their defaults; `linear_distillation` takes
+        gradient, filter, backend and workspace_bytes.
     Raises:
         PatchError: TRL is missing or its function is not as expected; the message says what was
             expected and what came. Or another call has applied other options.

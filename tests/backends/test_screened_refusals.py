@@ -34,11 +34,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"dtype": torch.float32, "backend": "torch"},
         r"cannot run here: hidden is torch.float32, whose digits",
     ),
-    "entropy": (
-        {"stats": ("lse", "entropy")},
-        r"stats must not have 'entropy' with logits=\"screened\"",
-    ),
-    "sum_p2": ({"stats": ("lse", "sum_p2")}, r"stats must not have 'sum_p2' with logits="),
     "no_effect": ({"logits": "full", "screen": Screen(max_kept=0.5)}, r"has no effect"),
     "no_screen": ({"screen": "int8"}, r"screen must be a cce_dist.Screen, got 'int8'"),
     "no_copy": (

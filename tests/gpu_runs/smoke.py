@@ -48,6 +48,9 @@ _TESTS: dict[str, tuple[str, ...]] = {
         *("triton_cuda-weights]", "triton_cuda-softcap_scale_bias]", "triton_cuda-no_tail]"),
         *("triton_cuda-in_forward]", "triton_cuda-by_largest_e4m3]"),
     ),
+    "backends/test_screened_stats.py::test_statistics_are_as_close_as_dense_16_bit_ones": (
+        *("triton_cuda-int8]", "triton_cuda-e4m3]", "triton_cuda-softcap_scale_bias]"),
+    ),
     "backends/test_screened.py::test_screened_at_odd_shapes": ("triton_cuda-one_token-e4m3]",),
     "backends/test_screened_weight.py::test_quantized_rows_are_those_of_torch": ("triton_cuda",),
     "backends/triton/test_keep_logits.py::test_screened_keeps_logits": ("triton_cuda-plain]",),
@@ -68,6 +71,7 @@ _TESTS: dict[str, tuple[str, ...]] = {
     "backends/triton/kernels/test_hopper.py::TestOnHopper"
     "::test_hopper_statistics_agree_with_the_portable_ones": (
         *("[(256, 5000, 64)-plain]", "[(256, 5000, 64)-softcap]"),
+        *("[(256, 5000, 64)-screened]", "[(256, 5000, 64)-screened_softcap]"),
     ),
     # Distillation: both forwards of two heads, ranks.
     "distillation/test_by_kernels.py::test_values_and_gradients_are_those_of_dense_logits": (
@@ -129,6 +133,9 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
         *("target_products_kernel", "targets_kernel", "upstream_kernel"),
         *("exact_logits_kernel", "exact_targets_kernel", "exact_products_kernel"),
         *("store_hidden_kernel",),
+    ),
+    "backends/test_screened_stats.py::test_statistics_are_as_close_as_dense_16_bit_ones": (
+        "screened_stats_kernel",
     ),
     "backends/test_screened.py::test_screened_is_closer_than_dense_16_bit": (
         *("moments_kernel", "vectors_kernel", "sizes_kernel", "shift_kernel", "quantize_kernel"),

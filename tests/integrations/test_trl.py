@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import cce_dist.integrations
-from cce_dist import Filter, linear_cross_entropy
+from cce_dist import Filter, Screen, linear_cross_entropy
 from cce_dist.integrations import transformers
 from cce_dist.integrations import trl as patch
 from cce_dist.integrations.errors import PatchError
@@ -169,6 +169,22 @@ def test_function(case: str, bias: bool) -> None:
     assert_same(ours, theirs, 2e-6)
     for name, result in ours.items():
         assert result is None or result.dtype == theirs[name].dtype, name
+
+
+def test_function_of_screened_logits() -> None:
+    """Every output of TRL's: exact for columns that matter, of 8 bits for the others."""
+    tensors = inputs(dtype=torch.bfloat16)
+    golden = results_of(in_float64(tensors), golden=True)
+    screen = Screen(max_kept=1.0, max_error=1.0)
+    with patch.patched(filter=Filter(keep=1.0), logits="screened", screen=screen):
+        ours = results_of(tensors)
+    with patch.patched(filter=Filter(keep=1.0)):
+        full = results_of(tensors)
+    errors = errors_of(
+        {name: ours[name] for name in FIELDS}, {name: golden[name] for name in FIELDS}
+    )
+    assert errors.pop("is_top1") == 0 and max(errors.values()) < 4e-3, errors
+    assert not ours["entropy"].equal(full["entropy"])
 
 
 def test_function_of_no_tokens() -> None:
@@ -402,13 +418,13 @@ def test_apply_remove_status() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"logits": "screened"}, r"takes the options \(.*'gradient'.*\), got \['logits'\]"),
-        ({"gradient": "exact", "z_loss": 1.0}, r"got \['z_loss'\]"),
+        ({"gradient": "exact", "z_loss": 1.0}, r"takes the options .*, got \['z_loss'\]"),
+        ({"gradient": "exact", "logits": "screened"}, "screened.* needs a filter"),
         ({"gradient": "in_forward"}, "the loss must be a scalar"),
         ({"backend": "cuda"}, "backend must be one of"),
         ({"gradient": "exact", "filter": Filter(keep=0.1)}, "filter=.* has no effect"),
     ],
-    ids=["screened", "unknown", "in_forward", "backend", "filter"],
+    ids=["unknown", "screened", "in_forward", "backend", "filter"],
 )
 def test_apply_refuses(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -33,7 +33,7 @@ from cce_dist.backends.torch.filter import (
 from cce_dist.backends.torch.forward import statistics
 from cce_dist.backends.torch.quantize import moments_of, quantize, quantize_for, quantize_weight
 from cce_dist.backends.torch.tiles import TileSize, find_targets, operand_dtype, spans, squash
-from cce_dist.core.stats import Stats, logaddexp_parts
+from cce_dist.core.stats import Stats, logaddexp_parts, merge_parts
 from cce_dist.core.types import Head, QuantizedRows, Tokens
 from cce_dist.options import TOKEN_BLOCK, Screen
 
@@ -210,6 +210,7 @@ class _Screened:
         # Sums over columns that are not kept: of exp(z - lse), and of exp(z - lse) softcap'(z).
         unkept, dropped = torch.empty_like(kept), torch.empty_like(kept)
         totals = (torch.ones_like(kept), (scores.log_slope_sum - stats.lse).exp())
+        parts: list[Stats] = []  # of a block, fields [2, n]: of its kept columns, of the others
         for block, (i0, i1) in enumerate(spans(len(tokens), TOKEN_BLOCK)):
             hidden = tokens.take(i0, i1).to(operand_dtype(head.weight))
             for index in mask[block].nonzero()[:, 0].split(size.columns):
@@ -223,6 +224,8 @@ class _Screened:
             sums = _sums(eight, stats.lse[i0:i1], i0, i1, summed.nonzero()[:, 0], size)
             for out, total, part in zip((unkept, dropped), totals, sums, strict=True):
                 out[i0:i1] = (total[i0:i1] - part).clamp_min_(0) if few_kept else part
+            if _has_more(stats):
+                parts.append(_both_parts(eight, stats, mask[block], i0, i1, size))
         error = ((here * unkept).square() * eight.variance).mean().sqrt()
         off = eight.tail_error(shares_of(scores, stats.lse, mask), size)
         # Times softcap's mean slope over the tail. A token without a tail has no error.
@@ -235,6 +238,13 @@ class _Screened:
         lse = torch.logaddexp(kept, log_unkept)
         screened = None if stats.screened is None else torch.ones_like(lse)
         log_dropped = stats.lse + dropped.log() - off
+        if parts:
+            stats = _merged(stats, parts, off, eight.variance)
+        if stats.mean_logit is not None and stats.m2_logit is not None:
+            # All columns weigh alike here, and the kept ones are few.
+            m2 = stats.m2_logit - head.weight.shape[0] * eight.variance
+            mean = stats.mean_logit + 0.5 * eight.variance
+            stats = replace(stats, mean_logit=mean, m2_logit=m2.clamp_min(0))
         return cls(
             replace(stats, lse=lse, target_logit=target_logit, screened=screened),
             replace(scores, mask=mask, log_dropped=log_dropped),
@@ -253,3 +263,80 @@ def _sums(
         plain += p.sum(1)
         sloped += (p if slope is None else p.mul_(slope)).sum(1)
     return plain, sloped
+
+
+def _has_more(stats: Stats) -> bool:
+    """Tells whether there are statistics that kept columns and the others must be merged for."""
+    return any(x is not None for x in (stats.entropy, stats.sum_p2, stats.max_logit))
+
+
+def _both_parts(
+    eight: EightBit, stats: Stats, mask: Tensor, i0: int, i1: int, size: TileSize
+) -> Stats:
+    """Computes the statistics of a block's kept columns by exact logits, and of the others by 8-bit
+    ones: those that `stats` has, [2, n]."""
+    tokens, head = eight.tokens, eight.head
+    hidden = tokens.take(i0, i1).to(operand_dtype(head.weight))
+    targets = tokens.local_targets[i0:i1]
+    rows, part = [], []
+    for columns, is_kept in ((mask.nonzero()[:, 0], True), ((~mask).nonzero()[:, 0], False)):
+        part = []
+        for index in columns.split(size.columns):
+            of_columns = gathered_logits(hidden, head, index) if is_kept else None
+            z, _ = of_columns or eight.gathered(i0, i1, index)
+            part.append(_of_columns(stats, z, index, targets))
+        rows.append(_merge(part, [len(index) for index in columns.split(size.columns)]).pack())
+    return part[0].unpack(torch.stack(rows, 1))
+
+
+def _of_columns(like: Stats, z: Tensor, index: Tensor, targets: Tensor) -> Stats:
+    """Computes those statistics that `like` has over the columns `index` alone, from their logits
+    [n, K]."""
+    if len(index) == 0:
+        z, index = z.new_full((len(z), 1), -torch.inf), index.new_full((1,), -1)
+    lse = z.logsumexp(1)
+    log_p = z - lse.masked_fill(lse == -torch.inf, 0)[:, None]
+    p = log_p.exp()
+    top, at = z.max(1)
+    hit = (index[at] == targets) & (top > -torch.inf) & (targets >= 0)
+    return Stats(
+        lse=lse,
+        target_logit=torch.zeros_like(lse),
+        entropy=None if like.entropy is None else -(p * log_p.masked_fill(p == 0, 0)).sum(1),
+        sum_p2=None if like.sum_p2 is None else (2 * log_p).logsumexp(1),
+        max_logit=None if like.max_logit is None else top,
+        target_is_argmax=None if like.target_is_argmax is None else hit.to(lse.dtype),
+    )
+
+
+def _merge(parts: list[Stats], num_columns: list[int]) -> Stats:
+    """Merges statistics over disjoint columns, those with the lowest columns first."""
+    packed = torch.stack([part.pack() for part in parts], 1)
+    counts = torch.tensor(num_columns, dtype=packed.dtype, device=packed.device)
+    whole = merge_parts(parts[0].unpack(packed), counts, counts.cumsum(0))
+    # Of no mass there is no share.
+    nothing, entropy, sum_p2 = whole.lse == -torch.inf, whole.entropy, whole.sum_p2
+    return replace(
+        whole,
+        entropy=None if entropy is None else entropy.masked_fill(nothing, 0),
+        sum_p2=None if sum_p2 is None else sum_p2.masked_fill(nothing, -torch.inf),
+    )
+
+
+def _merged(stats: Stats, parts: list[Stats], off: Tensor, variance: Tensor) -> Stats:
+    """Returns `stats` with entropy and so on from both parts of all blocks.
+
+    Args:
+        off: [N] nats that the log of a tail's sum is too large by.
+        variance: [N] of an 8-bit logit's error: a tail's logits differ more than exact ones do.
+    """
+    kept, tail = torch.cat([part.pack() for part in parts], 2).unbind(1)
+    kept, tail = parts[0].unpack(kept), parts[0].unpack(tail)
+    of_tail = {"lse": tail.lse - off}
+    if tail.entropy is not None:
+        of_tail["entropy"] = (tail.entropy + 0.5 * variance).masked_fill(tail.lse == -torch.inf, 0)
+    if tail.sum_p2 is not None:
+        of_tail["sum_p2"] = tail.sum_p2 - variance
+    whole = _merge([kept, replace(tail, **of_tail)], [1, 1])
+    names = ("entropy", "sum_p2", "max_logit", "target_is_argmax")
+    return replace(stats, **{name: getattr(whole, name) for name in names})

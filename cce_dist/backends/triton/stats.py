@@ -19,7 +19,12 @@ from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import Marks, MassFactors, marks_of
 from cce_dist.backends.triton.forward.bounds import EXCHANGES, raise_lower
-from cce_dist.backends.triton.forward.extras import in_order
+from cce_dist.backends.triton.forward.extras import (
+    in_order,
+    mean_logit_by_linearity,
+    merge_extras,
+    sums_softcapped,
+)
 from cce_dist.backends.triton.forward.operands import Finished, Launch
 from cce_dist.backends.triton.forward.shares import mass_factors
 from cce_dist.backends.triton.forward.state import ForwardState
@@ -29,6 +34,7 @@ from cce_dist.backends.triton.screened.quantize import start_sums
 from cce_dist.backends.triton.screened.steps import (
     Screened,
     add_exact_columns,
+    add_exact_stats,
     guard,
     sum_exact_columns,
     with_eight_bits,
@@ -104,7 +110,8 @@ def forward(
         looseness=1.0 if bounds is None else 2.0,
     )
     if screened is not None and rounding is not None:
-        _compute_kept_columns(state, finished, marks, screened, rounding, request, placed, order)
+        inputs = (state, finished, marks, screened, rounding, request, placed, order)
+        _compute_kept_columns(*inputs, stats)
     return stats, marks
 
 
@@ -141,17 +148,23 @@ def _compute_kept_columns(
     request: ForwardRequest,
     placed: Placed,  # written
     order: Tensor | None,
+    stats: Stats,  # all but lse and target logit, written
 ) -> None:
     """Computes exact logits of the kept columns, and corrects the 8-bit error of all others."""
     assert request.filter is not None and placed.log_dropped is not None
     listed = request.store if isinstance(request.store, ListedLogits) else None
     by_mass = None if request.filter.by_largest else request.filter.threshold
+    assert finished.unkept is not None
+    eight_unkept = finished.unkept.clone() if state.has_screened_stats else None
     wait = correct_tail(state, finished, rounding, screened.full, by_mass)
     try:
         exact = sum_exact_columns(state, finished, marks, screened, request.room, listed)
     finally:
         wait()
     add_exact_columns(state, finished, screened, exact, order, placed.lse, placed.log_dropped)
+    if eight_unkept is not None:
+        of_eight = (eight_unkept, rounding.variance)
+        add_exact_stats(state, finished, screened, exact, *of_eight, order, stats)
 
 
 def _merged(
@@ -190,7 +203,7 @@ def _packed_stats(state: ForwardState, finished: Finished, screened: Screened | 
     """Returns all statistics in the order of the packed tokens, without the targets' columns."""
     num_tokens = len(state.tokens)
     stats = Stats(finished.lse[..., :num_tokens], finished.target_logit[:num_tokens])
-    stats = state.with_extras(stats)
+    stats = _with_extras(state, stats, finished)
     for name in ("entropy", "sum_p2"):
         values = getattr(finished, name)
         if values is not None:
@@ -199,4 +212,36 @@ def _packed_stats(state: ForwardState, finished: Finished, screened: Screened | 
         counts = state.counts.to(finished.lse.dtype)
         of_screened = 0 * counts if screened is None else counts * (1 - screened.full)
         stats = replace(stats, screened=of_screened)
+    return stats
+
+
+def _with_extras(state: ForwardState, stats: Stats, finished: Finished) -> Stats:
+    """Adds the statistics that few callers ask for, in the order of the packed tokens; to
+    `finished` the largest logit."""
+    head, wanted, extras, num_tokens = (
+        state.head,
+        state.wanted,
+        state.buffers.extras,
+        len(state.tokens),
+    )
+    has_largest = wanted.correct or wanted.moments
+    if extras is not None and (has_largest or sums_softcapped(wanted, head)):
+        inputs = (state.shape, state.count, state.targets, wanted, head, state.segments)
+        merged = merge_extras(extras, *inputs)
+        finished.largest = merged[0][0], merged[1][0]
+        rows = (row[:, :num_tokens] for row in merged)
+        top, _, hit, *moments, smooth = (x if state.segment else x[0] for x in rows)
+        if has_largest:
+            stats = replace(stats, max_logit=top)
+        if wanted.correct:
+            stats = replace(stats, target_is_argmax=hit)
+        if wanted.moments:
+            names = ("origin_logit", "mean_logit", "m2_logit")
+            stats = replace(stats, **dict(zip(names, moments, strict=True)))
+        if sums_softcapped(wanted, head):
+            stats = replace(stats, smooth_logit=smooth)
+    if wanted.smooth_logit and stats.smooth_logit is None:
+        hidden = state.packed[:num_tokens, : state.weight.shape[1]]
+        smooth = mean_logit_by_linearity(hidden, state.counts, head)
+        stats = replace(stats, smooth_logit=smooth)
     return stats

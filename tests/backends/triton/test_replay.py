@@ -40,7 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "filtered": {"filter": FILTER},
     "exact": {"gradient": "exact", "softcap": 5.0, "bias": True, "stats": ("lse", "correct")},
     "in_forward": {"gradient": "in_forward", "filter": FILTER, "label_smoothing": 0.1},
-    "screened": {"logits": "screened", "filter": FILTER},
+    "screened": {"logits": "screened", "filter": FILTER, "stats": ("entropy", "correct")},
     "distillation": {"teacher": True, "filter": FILTER, "bias": True, "alpha": 0.2},
 }
 

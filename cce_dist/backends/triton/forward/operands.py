@@ -61,3 +61,5 @@ class Finished:
     entropy: Tensor | None
     sum_p2: Tensor | None
     target_logit: Tensor
+    # The largest logit and its column, fp32; None: not wanted
+    largest: tuple[Tensor, Tensor] | None = None

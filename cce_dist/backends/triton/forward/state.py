@@ -8,7 +8,7 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,12 +17,7 @@ from torch import Tensor
 
 from cce_dist.backends.protocol import ColumnFilter
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
-from cce_dist.backends.triton.forward.extras import (
-    NUM_EXTRAS,
-    mean_logit_by_linearity,
-    merge_extras,
-    sums_softcapped,
-)
+from cce_dist.backends.triton.forward.extras import NUM_EXTRAS, sums_softcapped
 from cce_dist.backends.triton.forward.hopper import Groups, launch_forward, num_groups
 from cce_dist.backends.triton.forward.hopper_logits import launch_logits
 from cce_dist.backends.triton.forward.operands import (
@@ -63,7 +58,6 @@ from cce_dist.backends.triton.launch.tiles import (
     tiles_for,
     warn_of_layout,
 )
-from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens, Wanted
 from cce_dist.options import TOKEN_BLOCK
 
@@ -124,6 +118,7 @@ class ForwardState:
         new, fp32 = weight.new_empty, torch.float32
         has_largest = wanted.correct or wanted.moments
         has_extras = has_largest or wanted.sum_p2 or sums_softcapped(wanted, head)
+        has_extras = has_extras or (screened and head.softcap is not None)
         # Hopper's kernel sums no softcapped logits, and seeks the largest product, not logit.
         portable = sums_softcapped(wanted, head) or (has_largest and head.logit_scale <= 0)
         if keep_logits is not None:
@@ -200,6 +195,13 @@ class ForwardState:
     def has_unkept(self) -> bool:
         """Tells whether dropped columns have two sums: one weighted by softcap', one not."""
         return self.eight is not None and self.head.softcap is not None
+
+    @property
+    def has_screened_stats(self) -> bool:
+        """Tells whether kept columns have sums for statistics, of exact and of 8-bit logits."""
+        wanted = self.wanted
+        has_stats = wanted.entropy or wanted.sum_p2 or wanted.correct or wanted.moments
+        return self.eight is not None and has_stats
 
     def alone(self, robust: bool = False) -> Launch:
         """Returns a launch of all tiles at once, which starts from `buffers.lower`."""
@@ -368,29 +370,6 @@ class ForwardState:
             HAS_UNKEPT=self.has_unkept,
         )
         return Finished(lse, dropped, unkept, entropy, sum_p2, lse.new_empty(padded))
-
-    def with_extras(self, stats: Stats) -> Stats:
-        """Adds the statistics that few callers ask for, in the order of the packed tokens."""
-        head, wanted, extras = self.head, self.wanted, self.buffers.extras
-        has_largest = wanted.correct or wanted.moments
-        if extras is not None and (has_largest or sums_softcapped(wanted, head)):
-            inputs = (self.shape, self.count, self.targets, wanted, head, self.segments)
-            merged = (row[:, : len(self.tokens)] for row in merge_extras(extras, *inputs))
-            top, _, hit, *moments, smooth = (x if self.segment else x[0] for x in merged)
-            if has_largest:
-                stats = replace(stats, max_logit=top)
-            if wanted.correct:
-                stats = replace(stats, target_is_argmax=hit)
-            if wanted.moments:
-                names = ("origin_logit", "mean_logit", "m2_logit")
-                stats = replace(stats, **dict(zip(names, moments, strict=True)))
-            if sums_softcapped(wanted, head):
-                stats = replace(stats, smooth_logit=smooth)
-        if wanted.smooth_logit and stats.smooth_logit is None:
-            hidden = self.packed[: len(self.tokens), : self.weight.shape[1]]
-            smooth = mean_logit_by_linearity(hidden, self.counts, head)
-            stats = replace(stats, smooth_logit=smooth)
-        return stats
 
 
 def _scale_of(tokens: Tokens, head: Head, padded: int) -> float | Tensor:

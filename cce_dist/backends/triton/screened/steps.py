@@ -23,9 +23,13 @@ from cce_dist.backends.triton.forward.operands import EightBit, Finished
 from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.kernels.screened.exact_columns import (
     exact_columns_kernel,
-    guard_kernel,
-    guard_parts_kernel,
     screened_lse_kernel,
+)
+from cce_dist.backends.triton.kernels.screened.guard import guard_kernel, guard_parts_kernel
+from cce_dist.backends.triton.kernels.screened.stats import (
+    ALL_SUMS,
+    PLAIN_SUMS,
+    screened_stats_kernel,
 )
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import (
@@ -35,6 +39,7 @@ from cce_dist.backends.triton.launch.tiles import (
     tiles_for,
 )
 from cce_dist.backends.triton.screened.quantize import Sums, quantize_both, quantize_tokens
+from cce_dist.core.stats import Stats
 from cce_dist.options import TOKEN_BLOCK, Screen
 
 
@@ -115,7 +120,7 @@ def guard(
 class ExactSums:
     """Sums of the kept columns' exact logits."""
 
-    sums: Tensor  # [2, N_padded] fp32: the largest logit, log2; sum of exp2 relative to it
+    sums: Tensor  # [PLAIN_SUMS | ALL_SUMS, N_padded] fp32: see `ALL_SUMS`
     ref: Tensor | None  # these two as of `ListedLogits`, filled by `add_exact_columns`
     bad_ref: Tensor | None
 
@@ -134,8 +139,10 @@ def sum_exact_columns(
     Args: logits: filled with the last chunk's logits, for the backward.
     """
     padded = state.packed.shape[0]
-    sums = state.weight.new_zeros(2, padded, dtype=torch.float32)
-    sums[0].fill_(-torch.inf)
+    num_sums = ALL_SUMS.value if state.has_screened_stats else PLAIN_SUMS.value
+    sums = state.weight.new_zeros(num_sums, padded, dtype=torch.float32)
+    # Both largest logits, of which the second is a statistic.
+    sums[::6].fill_(-torch.inf)
     num_bytes = marks.room(room.workspace_bytes, state.num_blocks)
     draws = logits is not None and logits.draws
     lists = Lists.of(marks, state.weight, state.num_blocks, num_bytes, draws=draws)
@@ -180,6 +187,54 @@ def add_exact_columns(
     )
 
 
+def add_exact_stats(
+    state: ForwardState,
+    finished: Finished,
+    screened: Screened,
+    exact: ExactSums,
+    eight_unkept: Tensor,  # [N_padded] `finished.unkept` before its correction
+    variance: Tensor,  # [N_padded] of an 8-bit logit's error
+    order: Tensor | None,
+    stats: Stats,  # in the caller's order; written
+) -> None:
+    """Writes entropy, sum_p2, max_logit and target_is_argmax, from the exact logits of kept columns
+    and the 8-bit logits of all others; corrects the moments, of 8-bit logits."""
+    padded, count = state.packed.shape[0], state.count
+    largest, column = finished.largest or (None, None)
+    assert finished.unkept is not None
+    start(screened_stats_kernel, (triton.cdiv(padded, TOKEN_BLOCK),))(
+        count,
+        screened.full,
+        exact.sums,
+        finished.unkept,
+        eight_unkept,
+        finished.lse,
+        state.or_dummy(finished.entropy),
+        state.or_dummy(finished.sum_p2),
+        state.or_dummy(largest),
+        state.or_dummy(column),
+        state.buffers.mass,
+        variance,
+        state.targets,
+        state.or_dummy(order),
+        state.or_dummy(stats.mean_logit),
+        state.or_dummy(stats.m2_logit),
+        state.or_dummy(stats.entropy),
+        state.or_dummy(stats.sum_p2),
+        state.or_dummy(stats.max_logit),
+        state.or_dummy(stats.target_is_argmax),
+        padded,
+        state.weight.shape[0],
+        TOKENS=TOKEN_BLOCK,
+        HAS_ENTROPY=stats.entropy is not None,
+        HAS_SQUARES=stats.sum_p2 is not None,
+        HAS_LARGEST=stats.max_logit is not None,
+        HAS_HIT=stats.target_is_argmax is not None,
+        HAS_MOMENTS=stats.mean_logit is not None,
+        HAS_ORDER=order is not None,
+    )
+
+
 def _launch_exact_columns(
     state: ForwardState,
     finished: Finished,
@@ -190,7 +245,8 @@ def _launch_exact_columns(
     stored: Tensor | None,  # [max_rows, 128] fp16, written; None: no logits are kept
     shares_device: bool,
 ) -> None:
-    weight, head, tiles = state.weight, state.head, tiles_for(state.weight)
+    weight, head, tiles, eight = state.weight, state.head, tiles_for(state.weight), state.eight
+    assert eight is not None
     padded, dim, segment = state.packed.shape[0], weight.shape[1], tiles.pair * TILE
     max_tasks = triton.cdiv(lists.max_rows, segment) + state.num_blocks
     entries, queue = int32_zeros(weight.device, (2, lists.max_rows), (lists.max_chunks + 3,))
@@ -209,15 +265,19 @@ def _launch_exact_columns(
         kept_ptr=marks.kept, drawn_ptr=marks.drawn, order_ptr=lists.order,
         starts_ptr=lists.starts, first_ptr=lists.first, num_chunks_ptr=lists.num_chunks,
         base_ptr=lists.base, segment_ptr=lists.segment, entries_ptr=entries,
-        part_ptr=weight.new_empty(2, 2, max_tasks, TOKEN_BLOCK, dtype=torch.float32),
-        sum_ptr=sums, queue_ptr=queue, num_blocks=state.num_blocks, V=weight.shape[0], D=dim,
+        part_ptr=weight.new_empty(2, len(sums), max_tasks, TOKEN_BLOCK, dtype=torch.float32),
+        sum_ptr=sums, eight_hidden_ptr=eight.hidden, eight_weight_ptr=eight.weight,
+        eight_column_ptr=eight.of_columns, eight_token_ptr=eight.of_tokens,
+        queue_ptr=queue, num_blocks=state.num_blocks, V=weight.shape[0], D=dim,
         num_tiles=lists.blocks.shape[0], max_chunks=lists.max_chunks, max_rows=lists.max_rows,
         part_size=max_tasks * TOKEN_BLOCK, words=marks.kept.shape[1],
-        stride_hn=state.packed.stride(0), stride_wv=weight.stride(0), scale=head.logit_scale,
-        softcap=head.softcap or 1.0, TOKENS=TOKEN_BLOCK, TILE=TILE, SEGMENT=segment,
-        BLOCKS=marks.blocks_padded, BLOCK_K=tiles.backward_dims,
+        stride_hn=state.packed.stride(0), stride_wv=weight.stride(0),
+        stride_eight_hn=eight.hidden.stride(0), stride_eight_wv=eight.weight.stride(0),
+        scale=head.logit_scale, softcap=head.softcap or 1.0, TOKENS=TOKEN_BLOCK, TILE=TILE,
+        SEGMENT=segment, BLOCKS=marks.blocks_padded, BLOCK_K=tiles.backward_dims,
         EVEN_K=dim % tiles.backward_dims == 0, STAGES=tiles.backward_stages, PRECISION="ieee",
         IS_INTERPRETED=interpreted(), HAS_BIAS=head.bias is not None,
         HAS_SOFTCAP=head.softcap is not None, HAS_DRAWN=lists.draws,
-        HAS_STORED=stored is not None, num_warps=tiles.backward_warps, **cooperative,
+        HAS_STORED=stored is not None, HAS_STATS=state.has_screened_stats,
+        ACCUMULATOR=eight.accumulator, num_warps=tiles.backward_warps, **cooperative,
     )  # fmt: skip

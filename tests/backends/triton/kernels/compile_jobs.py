@@ -73,7 +73,7 @@ class Call:
     dtype: torch.dtype = torch.bfloat16
     dim: int = 256
     exact: bool = False  # the gradients of every column
-    screen: str | None = None
+    screen: str | None = None  # e4m3 with statistics, int8 without
     softcap: float | None = None
     everything: bool = False  # a bias, class weights, smoothing, all statistics and their gradients
     ranks: bool = False  # exchange bounds, and sum the hidden gradient while the rest is made
@@ -290,7 +290,8 @@ def compile_call(call: Call) -> None:
     if call.everything:
         wanted = Wanted(smooth_logit=True, entropy=True, sum_p2=True, correct=True, moments=True)
     if call.screen is not None:
-        wanted = replace(wanted, screened=True)
+        several = call.screen == "e4m3"
+        wanted = Wanted(screened=True, entropy=several, sum_p2=several, correct=several)
     room = Room(WORKSPACE_BYTES)
     store = None
     if call.keeps and call.screen is not None:

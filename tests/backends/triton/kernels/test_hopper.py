@@ -42,7 +42,7 @@ KINDS = {
     "bf16 with statistics": (gl.bfloat16, False, False),
     "bf16 with a softcap and a filter": (gl.bfloat16, True, True),
     "i8": (gl.int8, True, False),
-    "i8 with a large softcap": (gl.int8, True, True),
+    "i8 with a large softcap and statistics": (gl.int8, True, True),
     "bf16 whose logits are kept": (gl.bfloat16, False, True),
     "bf16 of two heads": (gl.bfloat16, True, False),
     "bf16 of two heads with biases": (gl.bfloat16, True, True),
@@ -57,7 +57,7 @@ for kind, (dtype, score, softcap) in KINDS.items():
         "BLOCK_N": 128, "ROWS": 128, "BLOCK_D": dims, "STAGES": 4, "HAS_BIAS": softcap,
         "HAS_SOFTCAP": softcap, "HAS_SCORE": score, "BY_LARGEST": False,
         "IS_SCREENED": dtype is gl.int8, "FINE": "large" in kind,
-        "SEGMENT": 4096 if "statistics" in kind else 0,
+        "SEGMENT": 4096 if kind == "bf16 with statistics" else 0,
         **{f"HAS_{sums}": "statistics" in kind for sums in STATISTICS},
     }
     kernel = hopper_logits_kernel if "kept" in kind else hopper_forward_kernel
@@ -210,7 +210,9 @@ class TestOnHopper:
         again, _ = outputs(2, (1000, 50000, 256), torch.bfloat16)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
-    @pytest.mark.parametrize("options", ["plain", "softcap", "exact"])
+    @pytest.mark.parametrize(
+        "options", ["plain", "softcap", "exact", "screened", "screened_softcap"]
+    )
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_hopper_statistics_agree_with_the_portable_ones(
         self, shape: tuple[int, int, int], options: str
@@ -228,16 +230,17 @@ class TestOnHopper:
         portable, none = loss_of(1, hidden, weight, targets, **every)
         assert (launched > 0, none) == (True, 0)
         assert torch.equal(ours.correct, portable.correct)
+        off = 2 * OFF.get(options, 2e-6)
         for found, expected in (
             (ours.lse, portable.lse),
             (ours.entropy, portable.entropy),
             (ours.sum_p2, portable.sum_p2),
             *zip(ours.logit_moments, portable.logit_moments, strict=True),
         ):
-            torch.testing.assert_close(found, expected, rtol=4e-6, atol=4e-6)
+            torch.testing.assert_close(found, expected, rtol=off, atol=off)
         # All together leave half as many rows of each sum.
         alone, _ = loss_of(2, hidden, weight, targets, **{**every, "stats": ("sum_p2",)})
-        torch.testing.assert_close(alone.sum_p2, portable.sum_p2, rtol=4e-6, atol=4e-6)
+        torch.testing.assert_close(alone.sum_p2, portable.sum_p2, rtol=off, atol=off)
         # A statistic costs no bit of the loss.
         alone, _ = loss_of(2, hidden, weight, targets, **OPTIONS[options])
         assert torch.equal(alone, ours.loss)

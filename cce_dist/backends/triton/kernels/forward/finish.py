@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from cce_dist.backends.triton.kernels.forward.launches import SQUARES, UNKEPT
 from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, log2_of
 
 
@@ -42,6 +43,7 @@ def finish_kernel(
     total = tl.zeros((BLOCK_N,), tl.float32)
     dropped = tl.zeros((BLOCK_N,), tl.float32)
     surplus = tl.zeros((BLOCK_N,), tl.float32)
+    unkept = tl.zeros((BLOCK_N,), tl.float32)
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for split in range(splits):
         at = state_ptr + split * stride + tokens
@@ -55,10 +57,11 @@ def finish_kernel(
             surplus += share * part
         total += share * part_sum
         if HAS_UNKEPT:
-            surplus += share * tl.load(at + 3 * size, mask=counts, other=0.0)
+            of_unkept = extras_ptr + UNKEPT * size + split * stride + tokens
+            unkept += share * tl.load(of_unkept, mask=counts, other=0.0)
         if HAS_SQUARES:
-            part = tl.load(extras_ptr + 7 * size + split * stride + tokens, mask=counts, other=0.0)
-            squares += share * share * part
+            of_squares = extras_ptr + SQUARES * size + split * stride + tokens
+            squares += share * share * tl.load(of_squares, mask=counts, other=0.0)
         if HAS_SCORE:
             dropped += share * tl.load(at + 2 * size, mask=counts, other=0.0)
     # Rounded to nearest: an error of lse is one of every probability.
@@ -68,12 +71,13 @@ def finish_kernel(
         value = (top + tl.log2(dropped)) / LOG2E
         tl.store(dropped_ptr + tokens, tl.where(counts, value, float("-inf")), mask=tokens < N)
     if HAS_UNKEPT:
-        value = (top + tl.log2(surplus)) / LOG2E
+        value = (top + tl.log2(unkept)) / LOG2E
         tl.store(unkept_ptr + tokens, tl.where(counts, value, float("-inf")), mask=tokens < N)
     if HAS_SURPLUS:
         entropy = (log2_of(total) - surplus / total) / LOG2E
         # Where one column has all mass, rounding can make this difference negative.
-        entropy = tl.where(counts & (total > 0), tl.where(entropy < 0, 0.0, entropy), 0.0)
+        # NaN is not equal to 0 either, and stays.
+        entropy = tl.where(counts & (total != 0), tl.where(entropy < 0, 0.0, entropy), 0.0)
         tl.store(entropy_ptr + tokens, entropy, mask=tokens < N)
     if HAS_SQUARES:
         sum_p2 = (log2_of(squares) - 2.0 * log2_of(total)) / LOG2E

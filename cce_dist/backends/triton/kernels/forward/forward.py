@@ -7,6 +7,8 @@ from cce_dist.backends.triton.kernels.forward.extras import add_extras
 from cce_dist.backends.triton.kernels.forward.launches import (
     ALONE,
     LAST,
+    SQUARES,
+    UNKEPT,
     end_turn,
     fields_at,
     first_turn,
@@ -52,11 +54,11 @@ def overflowed(x):
 
 
 @triton.jit
-def has_overflowed(sum_ptrs, squares_ptrs, HAS_SQUARES: tl.constexpr):
-    failed = overflowed(tl.load(sum_ptrs))
+def has_overflowed(state_ptrs, extras_ptrs, size, HAS_SQUARES: tl.constexpr):
+    failed = overflowed(tl.load(state_ptrs + size))
     if HAS_SQUARES:
         # A square overflows from half that logit on.
-        failed = failed | overflowed(tl.load(squares_ptrs))
+        failed = failed | overflowed(tl.load(extras_ptrs + SQUARES * size))
     return failed
 
 
@@ -99,9 +101,8 @@ def forward_kernel(
     lower_ptr,  # [N] a lower bound of the token's lse over all ranks, log2
     state_ptr,  # [SLOTS, 4, size], size not below splits * blocks * BLOCK_N. Of a split and token:
     # a reference `ref`, about lse or below, log2; the sum of exp2(z - ref) over its columns; of
-    # exp2(z - ref) softcap'(z) over dropped columns; of exp2(z - ref) (z - ref), log2, or, if
-    # HAS_UNKEPT, of exp2(z - ref) over dropped columns. A launch reads the slot that the launch
-    # before wrote, and writes the next one: out
+    # exp2(z - ref) softcap'(z) over dropped columns; of exp2(z - ref) (z - ref), log2. A launch
+    # reads the slot that the launch before wrote, and writes the next one: out
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
     extras_ptr,  # [8, size]: see `add_extras`
     logits,  # [columns, N] z - ref, log2, of tiles from `start_tile`, if HAS_LOGITS: out;
@@ -172,7 +173,7 @@ def forward_kernel(
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     stride = num_blocks * BLOCK_N
     state_ptrs = state_ptr + slot_of(launch) * 4 * size + split * stride + rows
-    squares_ptrs = extras_ptr + 7 * size + split * stride + rows
+    extras_ptrs = extras_ptr + split * stride + rows
     begin, end, turn_split, turn_splits = segment_of(split, splits, V, SEGMENT)
     if SEGMENT > 0:
         lower_ptr += begin // SEGMENT * N
@@ -187,7 +188,7 @@ def forward_kernel(
     total = tl.zeros((8, 8, BLOCK_N), tl.float32)
     dropped = tl.zeros((8, 8, BLOCK_N), tl.float32)
     if IS_ROBUST:
-        failed = has_overflowed(state_ptrs + size, squares_ptrs, HAS_SQUARES)
+        failed = has_overflowed(state_ptrs, extras_ptrs, size, HAS_SQUARES)
         turn = 0
         num_turns = tl.where(tl.max(failed.to(tl.int32), 0) > 0, num_turns, 0)
         if num_turns == 0:
@@ -195,9 +196,9 @@ def forward_kernel(
         if SEGMENT > 0:
             # Of the other tokens nothing may change: whether one fails depends on its block.
             state = fields_at(state_ptrs, size, 4)
-            extras = fields_at(extras_ptr + split * stride + rows, size, NUM_EXTRAS)
+            extras = fields_at(extras_ptrs, size, NUM_EXTRAS)
     start_state(
-        lower_ptr + rows, state_ptr + rows, squares_ptrs, split * stride, splits, stride, size,
+        lower_ptr + rows, state_ptr + rows, extras_ptrs, split * stride, splits, stride, size,
         rows < count, launch, all_turns, BLOCK_N, HAS_SCORE, HAS_SURPLUS, HAS_SQUARES, HAS_UNKEPT,
         HAS_LOGITS, IS_ROBUST,
     )  # fmt: skip
@@ -236,7 +237,7 @@ def forward_kernel(
             if HAS_ARGMAX or HAS_MOMENTS or HAS_SMOOTH:
                 add_extras(
                     x * scale_across(scale, rows), columns, tile == turn_split, end,
-                    class_weight_ptr, extras_ptr + split * stride + rows, size, BLOCK_V, HAS_ARGMAX,
+                    class_weight_ptr, extras_ptrs, size, BLOCK_V, HAS_ARGMAX,
                     HAS_MOMENTS, HAS_SMOOTH, HAS_CLASS_WEIGHT,
                 )  # fmt: skip
             factor = log2_scale_across(log2_scale, rows)
@@ -246,7 +247,7 @@ def forward_kernel(
             if IS_ROBUST:
                 ref = tl.maximum(tl.max(x * factor, 0), ref)
                 total, dropped = raise_reference(
-                    total, dropped, ref, state_ptrs, squares_ptrs, size, HAS_SCORE, HAS_SURPLUS,
+                    total, dropped, ref, state_ptrs, extras_ptrs, size, HAS_SCORE, HAS_SURPLUS,
                     HAS_SQUARES, HAS_UNKEPT,
                 )  # fmt: skip
             log_p = x * factor - ref[None, :]
@@ -259,7 +260,7 @@ def forward_kernel(
                 excess = tl.sum(tl.where(p > 0, p * (x * factor - ref[None, :]), 0.0), 0)
                 add_to(state_ptrs + 3 * size, excess)
             if HAS_SQUARES:
-                add_to(squares_ptrs, tl.sum(p * p, 0))
+                add_to(extras_ptrs + SQUARES * size, tl.sum(p * p, 0))
             if HAS_SCORE:
                 q = p * slope if HAS_SOFTCAP else p
                 mass = tl.sum(q, 1)
@@ -270,11 +271,11 @@ def forward_kernel(
                 drops = tl.where(keeps, 0.0, 1.0)
                 dropped += partial_sums(q * drops[:, None], BLOCK_V, BLOCK_N)
                 if HAS_UNKEPT:
-                    add_to(state_ptrs + 3 * size, tl.sum(p * drops[:, None], 0))
+                    add_to(extras_ptrs + UNKEPT * size, tl.sum(p * drops[:, None], 0))
         whole_total = whole_sum(total) + tl.load(state_ptrs + size)
         ref = tl.load(state_ptrs) + tl.maximum(tl.log2(whole_total), 0.0)
         total, dropped = raise_reference(
-            total, dropped, ref, state_ptrs, squares_ptrs, size, HAS_SCORE, HAS_SURPLUS,
+            total, dropped, ref, state_ptrs, extras_ptrs, size, HAS_SCORE, HAS_SURPLUS,
             HAS_SQUARES, HAS_UNKEPT,
         )  # fmt: skip
     add_to(state_ptrs + size, whole_sum(total))
@@ -282,4 +283,4 @@ def forward_kernel(
         add_to(state_ptrs + 2 * size, whole_sum(dropped))
     if IS_ROBUST and SEGMENT > 0:
         put_back(state_ptrs, size, state, ~failed, 4)
-        put_back(extras_ptr + split * stride + rows, size, extras, ~failed, NUM_EXTRAS)
+        put_back(extras_ptrs, size, extras, ~failed, NUM_EXTRAS)

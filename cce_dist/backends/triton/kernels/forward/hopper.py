@@ -107,8 +107,8 @@ def sum_tiles(
     mass_ptr,  # [V] of the block
     extras_ptr,  # [8, size]
     key_ptr,  # [size]
-    of_token,  # [4 GROUPS, BLOCK_N] in shared memory: reference; scale; shift of 8 bits, or the
-    # moments' origin; bound of the largest product
+    of_token,  # [5 GROUPS, BLOCK_N] in shared memory: reference; scale; shift of 8 bits; bound of
+    # the largest product; the moments' origin
     stat_tiles,  # see `allocate_sums`
     e_tiles,
     c_tiles,
@@ -161,23 +161,22 @@ def sum_tiles(
     state_ptrs = state_ptr + slot_of(launch) * 4 * size + state_offset + token
     before_ptrs = state_ptr + slot_of(launch + launches.SLOTS - 1) * 4 * size + token
     extras_ptrs = extras_ptr + state_offset + token
-    squares_ptrs = extras_ptrs + 7 * size
     begin, end, turn_split, turn_splits = segment_of(split, splits, V, SEGMENT)
     first_ref = start_state(
-        lower_ptr + token, state_ptrs, squares_ptrs, before_ptrs, state_offset, GROUPS * splits,
+        lower_ptr + token, state_ptrs, extras_ptrs, before_ptrs, state_offset, GROUPS * splits,
         stride, size, token < count, launch, num_turns, HAS_SCORE, HAS_SURPLUS, HAS_SQUARES,
         HAS_UNKEPT,
     )  # fmt: skip
-    ref_tile = of_token.index(4 * group)
+    ref_tile = of_token.index(5 * group)
     ref_tile.store(first_ref)
     # Logits are scaled for `tanh_of_8_bits`, which saves a multiplication for each.
     to_tanh = 1.0
     if IS_SCREENED and HAS_SOFTCAP:
         to_tanh = 2.0 * numbers.LOG2E / softcap
     if IS_SCREENED:
-        of_token.index(4 * group + 1).store(gl.load(token_ptr + token))
-        of_token.index(4 * group + 2).store(gl.load(token_ptr + N + token) * to_tanh)
-    store_log2_scales(log2_scale, token, of_token.index(4 * group + 1))
+        of_token.index(5 * group + 1).store(gl.load(token_ptr + token))
+        of_token.index(5 * group + 2).store(gl.load(token_ptr + N + token) * to_tanh)
+    store_log2_scales(log2_scale, token, of_token.index(5 * group + 1))
     keys = key_ptr + state_offset + block * BLOCK_N
     start_stats(
         stat_tiles, of_token, group, key_ptr + token, extras_ptrs, state_offset, GROUPS * splits,
@@ -211,7 +210,7 @@ def sum_tiles(
                 bias *= to_tanh
             if HAS_SOFTCAP:
                 total, dropped, unkept = add_softcapped(
-                    x, total, dropped, unkept, (bias, times, shift), of_token, 4 * group,
+                    x, total, dropped, unkept, (bias, times, shift), of_token, 5 * group,
                     stat_tiles, mass_ptr, keys, columns, end, log2_scale, softcap, threshold, ROWS,
                     BLOCK_N, HAS_BIAS, HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS,
                     HAS_SQUARES, HAS_ARGMAX, HAS_MOMENTS,
@@ -219,18 +218,18 @@ def sum_tiles(
             else:
                 if IS_SCREENED:
                     x = x.to(gl.float32) * times[:, None]
-                    x = x * of_token.index(4 * group + 1).load(across)[None, :] + shift[:, None]
-                    x += of_token.index(4 * group + 2).load(across)[None, :]
+                    x = x * of_token.index(5 * group + 1).load(across)[None, :] + shift[:, None]
+                    x += of_token.index(5 * group + 2).load(across)[None, :]
                 if HAS_BIAS:
                     x += bias[:, None]
                 factor = log2_scale_across(
-                    log2_scale, of_token.index(4 * group + 1), 0, BLOCK_N, across
+                    log2_scale, of_token.index(5 * group + 1), 0, BLOCK_N, across
                 )
                 if first_column + ROWS > end:
                     x = gl.where(inside[:, None], x, float("-inf") * factor)
                 if HAS_SURPLUS or HAS_SQUARES or HAS_ARGMAX:
                     total, p = add_plain(
-                        x, total, columns, end, log2_scale, keys, of_token, 4 * group,
+                        x, total, columns, end, log2_scale, keys, of_token, 5 * group,
                         stat_tiles, ROWS, BLOCK_N, HAS_SURPLUS, HAS_SQUARES, HAS_ARGMAX,
                         HAS_MOMENTS,
                     )  # fmt: skip
@@ -242,7 +241,7 @@ def sum_tiles(
                         p, dropped, mass_ptr, columns, end, threshold, ROWS, BLOCK_N, BY_LARGEST
                     )
         next_ref = end_stretch(
-            state_ptrs, squares_ptrs, size, total, dropped, unkept, stat_tiles, group, HAS_SCORE,
+            state_ptrs, extras_ptrs, size, total, dropped, unkept, stat_tiles, group, HAS_SCORE,
             HAS_SURPLUS, HAS_SQUARES, HAS_UNKEPT,
         )  # fmt: skip
         ref_tile.store(next_ref)
@@ -252,8 +251,9 @@ def sum_tiles(
         )  # fmt: skip
     if HAS_ARGMAX:
         end_largest(
-            key_ptr + state_offset + token, extras_ptrs, size, token, scale, softcap, HAS_SOFTCAP
-        )
+            key_ptr + state_offset + token, extras_ptrs, size, token, scale, softcap, to_tanh,
+            HAS_SOFTCAP,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["launch"])
@@ -322,7 +322,7 @@ def hopper_forward_kernel(
         weight.dtype, [STAGES * GROUPS, ROWS, BLOCK_D], weight.layout
     )
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    of_token = gl.allocate_shared_memory(gl.float32, [4 * GROUPS, BLOCK_N], plain)
+    of_token = gl.allocate_shared_memory(gl.float32, [5 * GROUPS, BLOCK_N], plain)
     stat_tiles = allocate_sums(BLOCK_N, HAS_SURPLUS, HAS_SQUARES, HAS_MOMENTS)
     full, empty = start_stages(STAGES)
     gl.warp_specialize(

@@ -18,7 +18,7 @@ expected_reference = gluon.jit(launches.expected_reference.fn)
 def start_state(
     lower_ptrs,  # [BLOCK_N], a token a thread
     state_ptrs,  # of this split
-    squares_ptrs,  # of this split: see `add_extras`
+    extras_ptrs,  # of this split, in the first field of [8, size]: see `add_extras`
     before_ptrs,  # of the first split, as the launch before left it
     split_offset,  # this split's place from there
     splits,
@@ -37,7 +37,8 @@ def start_state(
     ref = gl.load(lower_ptrs)
     total = ref * 0.0
     dropped = total
-    last = total
+    surplus = total
+    unkept = total
     squares = total
     if (launch >= launches.FIRST) & (launch < launches.ALONE):
         merged = merged_reference(before_ptrs, splits, stride, size, total)
@@ -60,29 +61,34 @@ def start_state(
             dropped = shrink * gl.load(
                 before_ptrs + split_offset + 2 * size, mask=goes_on, other=0.0
             )
-        if HAS_SURPLUS or HAS_UNKEPT:
-            last = gl.load(before_ptrs + split_offset + 3 * size, mask=goes_on, other=0.0)
-            if HAS_SURPLUS:
-                last -= (ref - before) * earlier
+        if HAS_SURPLUS:
+            surplus = gl.load(before_ptrs + split_offset + 3 * size, mask=goes_on, other=0.0)
+            surplus -= (ref - before) * earlier
             # See `launches.raise_reference`.
-            last = gl.where(shrink > 0, last * shrink, 0.0)
+            surplus = gl.where(shrink > 0, surplus * shrink, 0.0)
+        if HAS_UNKEPT:
+            ptrs = extras_ptrs + launches.UNKEPT * size
+            unkept = shrink * gl.load(ptrs, mask=goes_on, other=0.0)
         if HAS_SQUARES:
-            squares = shrink * shrink * gl.load(squares_ptrs, mask=goes_on, other=0.0)
+            ptrs = extras_ptrs + launches.SQUARES * size
+            squares = shrink * shrink * gl.load(ptrs, mask=goes_on, other=0.0)
     gl.store(state_ptrs, ref)
     gl.store(state_ptrs + size, total)
     if HAS_SCORE:
         gl.store(state_ptrs + 2 * size, dropped)
-    if HAS_SURPLUS or HAS_UNKEPT:
-        gl.store(state_ptrs + 3 * size, last)
+    if HAS_SURPLUS:
+        gl.store(state_ptrs + 3 * size, surplus)
+    if HAS_UNKEPT:
+        gl.store(extras_ptrs + launches.UNKEPT * size, unkept)
     if HAS_SQUARES:
-        gl.store(squares_ptrs, squares)
+        gl.store(extras_ptrs + launches.SQUARES * size, squares)
     return ref
 
 
 @gluon.jit
 def end_stretch(
     state_ptrs,  # [BLOCK_N], a token a thread
-    squares_ptrs,  # [BLOCK_N]: see `add_extras`
+    extras_ptrs,  # [BLOCK_N] in the first field of [8, size]: see `add_extras`
     size,
     total,  # [4, 8, BLOCK_N] sums of a stretch of tiles: see `hopper.sum_tiles`
     dropped,
@@ -107,8 +113,9 @@ def end_stretch(
         of_dropped = gl.load(state_ptrs + 2 * size) + whole_sum(dropped, layout)
         gl.store(state_ptrs + 2 * size, of_dropped * shrink)
     if HAS_UNKEPT:
-        of_unkept = gl.load(state_ptrs + 3 * size) + whole_sum(unkept, layout)
-        gl.store(state_ptrs + 3 * size, of_unkept * shrink)
+        unkept_ptrs = extras_ptrs + launches.UNKEPT * size
+        of_unkept = gl.load(unkept_ptrs) + whole_sum(unkept, layout)
+        gl.store(unkept_ptrs, of_unkept * shrink)
     first_sum = sum_tiles.shape[0] // GROUPS * group
     if HAS_SURPLUS:
         surplus = take_sum(sum_tiles.index(first_sum), layout)
@@ -116,5 +123,6 @@ def end_stretch(
         gl.store(state_ptrs + 3 * size, (excess - gain * whole) * shrink)
     if HAS_SQUARES:
         squares = take_sum(sum_tiles.index(first_sum + HAS_SURPLUS), layout)
+        squares_ptrs = extras_ptrs + launches.SQUARES * size
         gl.store(squares_ptrs, (gl.load(squares_ptrs) + squares) * (shrink * shrink))
     return next_ref

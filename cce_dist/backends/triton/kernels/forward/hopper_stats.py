@@ -49,11 +49,11 @@ def start_stats(
     for i in gl.static_range(SUMS):
         forget_sum(sum_tiles.index(SUMS * group + i))
     if HAS_MOMENTS:
-        of_token.index(4 * group + 2).store(start_moments(extras_ptrs, size, lower, launch))
+        of_token.index(5 * group + 4).store(start_moments(extras_ptrs, size, lower, launch))
     if HAS_ARGMAX:
         begins = (launch == launches.PROBE) | (launch >= launches.ALONE)
         best = start_largest(key_ptrs, split_offset, splits, stride, counts, begins)
-        of_token.index(4 * group + 3).store(best)
+        of_token.index(5 * group + 3).store(best)
 
 
 @gluon.jit
@@ -75,12 +75,12 @@ def update_stats(
         end: gl.constexpr = sum_tiles.shape[0] // GROUPS
         sums = take_sum(sum_tiles.index(end * group + end - 2), layout)
         squares = take_sum(sum_tiles.index(end * group + end - 1), layout)
-        tile = of_token.index(4 * group + 2)
+        tile = of_token.index(5 * group + 4)
         tile.store(merge_moments(sums, squares, extras_ptrs, size, tile.load(layout), number))
     if HAS_ARGMAX:
         # Past the first-level cache, which atomics do not write.
         largest = product_of(gl.load(key_ptrs, cache_modifier=".cg"))
-        tile = of_token.index(4 * group + 3)
+        tile = of_token.index(5 * group + 3)
         tile.store(gl.maximum(tile.load(layout), gl.where(counts, largest, float("inf"))))
 
 
@@ -107,7 +107,7 @@ def add_stats(
     """Adds a part of a tile to the statistics."""
     SUMS: gl.constexpr = sum_tiles.shape[0] // GROUPS
     LEFT: gl.constexpr = sum_tiles.shape[1]
-    first = base // 4 * SUMS
+    first = base // 5 * SUMS
     if HAS_ARGMAX:
         best_tile = of_token.index(base + 3).slice(part * TOKENS, TOKENS)
         add_largest(x, columns, best_tile, key_ptr + part * TOKENS, ROWS, TOKENS)
@@ -122,7 +122,7 @@ def add_stats(
         p2_tile = sum_tiles.index(first + HAS_SURPLUS).slice(part * TOKENS, TOKENS, 1)
         p2 += p2_tile.load(p2.type.layout)
     if HAS_MOMENTS:
-        origin_tile = of_token.index(base + 2).slice(part * TOKENS, TOKENS)
+        origin_tile = of_token.index(base + 4).slice(part * TOKENS, TOKENS)
         origin = origin_tile.load(gl.SliceLayout(0, z.type.layout))
         off = gl.where((columns < V)[:, None], z - origin[None, :], 0.0)
         sums = rows_of_warps(off, ROWS, TOKENS, LEFT)
@@ -270,11 +270,12 @@ def end_largest(
     token,
     scale,
     softcap,
+    to_tanh,  # factor of the products in the keys
     HAS_SOFTCAP: gl.constexpr,
 ):
     """Stores the largest logit and its column."""
     key = gl.load(key_ptrs, cache_modifier=".cg")
-    z = product_of(key)
+    z = product_of(key) / to_tanh
     if HAS_SOFTCAP:
         z = near_tanh(z / softcap) * softcap
     if scale.dtype.is_ptr():

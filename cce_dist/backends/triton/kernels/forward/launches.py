@@ -16,6 +16,9 @@ ALONE = tl.constexpr(14)
 SEGMENTS = tl.constexpr(15)
 # States in memory: those of PROBE to LAST, which `shares.py` reads.
 SLOTS = tl.constexpr(5)
+# Fields of `add_extras` that are sums relative to a state's reference.
+UNKEPT = tl.constexpr(5)
+SQUARES = tl.constexpr(7)
 # Splits whose sums a program reads at a time.
 READ_AT_ONCE = tl.constexpr(8)
 
@@ -26,7 +29,7 @@ def raise_reference(
     dropped,
     ref,
     state_ptrs,  # [BLOCK_N] in the first field of [4, size]: see `forward_kernel`
-    squares_ptrs,  # [BLOCK_N]: see `add_extras`
+    extras_ptrs,  # [BLOCK_N] in the first field of [8, size]: see `add_extras`
     size,
     HAS_SCORE: tl.constexpr,
     HAS_SURPLUS: tl.constexpr,
@@ -39,6 +42,7 @@ def raise_reference(
     earlier = tl.load(state_ptrs + size)
     earlier_dropped = 0.0
     surplus = 0.0
+    unkept = 0.0
     squares = 0.0
     if HAS_SCORE:
         earlier_dropped = tl.load(state_ptrs + 2 * size)
@@ -47,20 +51,22 @@ def raise_reference(
         before = whole_sum(total) + earlier
         surplus = tl.load(state_ptrs + 3 * size) - tl.where(before > 0, gain * before, 0.0)
     if HAS_UNKEPT:
-        surplus = tl.load(state_ptrs + 3 * size)
+        unkept = tl.load(extras_ptrs + UNKEPT * size)
     if HAS_SQUARES:
-        squares = tl.load(squares_ptrs)
+        squares = tl.load(extras_ptrs + SQUARES * size)
     # Two threads may hold a token: both have to read before one of them writes.
     tl.debug_barrier()
     tl.store(state_ptrs, ref)
     tl.store(state_ptrs + size, shrink * earlier)
     if HAS_SCORE:
         tl.store(state_ptrs + 2 * size, shrink * earlier_dropped)
-    if HAS_SURPLUS or HAS_UNKEPT:
+    if HAS_SURPLUS:
         # A teacher's is infinite where it has mass that its student masks: 0 times it is NaN.
         tl.store(state_ptrs + 3 * size, tl.where(shrink > 0, shrink * surplus, 0.0))
+    if HAS_UNKEPT:
+        tl.store(extras_ptrs + UNKEPT * size, shrink * unkept)
     if HAS_SQUARES:
-        tl.store(squares_ptrs, shrink * shrink * squares)
+        tl.store(extras_ptrs + SQUARES * size, shrink * shrink * squares)
     tl.debug_barrier()
     return total * shrink[None, None, :], dropped * shrink[None, None, :]
 
@@ -223,7 +229,7 @@ def expected_growth(earliest, before, n0, n1, n2, n3, n4):
 def start_state(
     lower_ptrs,  # [BLOCK_N]
     first_ptrs,  # [BLOCK_N] in the first field of the first split of the first slot
-    squares_ptrs,  # [BLOCK_N] of this split: see `add_extras`
+    extras_ptrs,  # [BLOCK_N] of this split, in the first field of [8, size]: see `add_extras`
     split_offset,  # of this split, from the first
     splits,
     stride,  # of two splits
@@ -247,6 +253,7 @@ def start_state(
     earlier = tl.zeros((BLOCK_N,), tl.float32)
     earlier_dropped = earlier
     surplus = earlier
+    unkept = earlier
     squares = earlier
     if IS_ROBUST:
         ref = tl.where(counts, LOWEST, HIGHEST)
@@ -273,20 +280,24 @@ def start_state(
             earlier_dropped = tl.load(
                 before_ptrs + split_offset + 2 * size, mask=goes_on, other=0.0
             )
-        if HAS_SURPLUS or HAS_UNKEPT:
+        if HAS_SURPLUS:
             surplus = tl.load(before_ptrs + split_offset + 3 * size, mask=goes_on, other=0.0)
+        if HAS_UNKEPT:
+            unkept = tl.load(extras_ptrs + UNKEPT * size, mask=goes_on, other=0.0)
         if HAS_SQUARES:
-            squares = tl.load(squares_ptrs, mask=goes_on, other=0.0)
+            squares = tl.load(extras_ptrs + SQUARES * size, mask=goes_on, other=0.0)
     tl.store(state_ptrs, ref)
     tl.store(state_ptrs + size, earlier)
     tl.store(state_ptrs + 2 * size, earlier_dropped)
     tl.store(state_ptrs + 3 * size, surplus)
+    if HAS_UNKEPT:
+        tl.store(extras_ptrs + UNKEPT * size, unkept)
     if HAS_SQUARES:
-        tl.store(squares_ptrs, squares)
+        tl.store(extras_ptrs + SQUARES * size, squares)
     tl.debug_barrier()
     if not IS_ROBUST:
         nothing = tl.zeros((8, 8, BLOCK_N), tl.float32)
         raise_reference(
-            nothing, nothing, highest, state_ptrs, squares_ptrs, size, HAS_SCORE, HAS_SURPLUS,
+            nothing, nothing, highest, state_ptrs, extras_ptrs, size, HAS_SCORE, HAS_SURPLUS,
             HAS_SQUARES, HAS_UNKEPT,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""After an 8-bit forward: the decision if it will do, and exact logits of the kept columns."""
+"""After an 8-bit forward: exact logits of the kept columns, and their sums."""
 
 import triton
 import triton.language as tl
@@ -13,103 +13,15 @@ from cce_dist.backends.triton.kernels.backward.sdd import (
 )
 from cce_dist.backends.triton.kernels.filter.column_lists import list_task
 from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, log2_of
-from cce_dist.backends.triton.kernels.tokens.pack import shape_of
-
-
-@triton.jit(do_not_specialize=["N", "programs", "cached_blocks", "grid"])
-def guard_parts_kernel(
-    mass_ptr,  # [num_blocks, V], negative where kept
-    count_ptr,  # [1] int32: tokens that count
-    shape_ptr,  # [3] int32: see `forward_kernel`
-    lse_ptr,  # [N] natural log, of the 8-bit logits
-    unkept_ptr,  # [N] log of the sum over columns not kept
-    variance_ptr,  # [N] of an 8-bit logit's error
-    lower_ptr,  # [N] lower bound or estimate of lse over all ranks, log2; in place
-    number_ptr,  # [num_parts] int32: pairs of a column and a block that keeps it: out
-    error_ptr,  # [num_parts] fp32: sum over tokens of their error's variance: out
-    full_shape_ptr,  # [3] int32: shape of the forward in full precision; all but its blocks: out
-    V,
-    N,
-    num_tiles,  # these four as of `pack_kernel`, for the full forward
-    programs,
-    cached_blocks,
-    grid,
-    BLOCKS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """Counts kept pairs among BLOCKS token blocks x BLOCK_V columns; sums the errors' variance over
-    a share of the tokens, and raises their lower bounds to what the 8-bit logits say."""
-    part = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    num_parts = tl.num_programs(0) * tl.num_programs(1)
-    count, blocks = tl.load(count_ptr), tl.load(shape_ptr)
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = (block < blocks)[:, None] & (column < V)[None, :]
-    at = block.to(tl.int64)[:, None] * V + column[None, :]
-    kept = tl.load(mass_ptr + at, mask=inside, other=0.0) < 0
-    # A thread holds the same columns of all blocks, so the first sum needs no other thread.
-    tl.store(number_ptr + part, tl.sum(tl.sum(kept.to(tl.int32), 0), 0))
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(part * BLOCK_N, N, num_parts * BLOCK_N):
-        token = start + tl.arange(0, BLOCK_N)
-        counts = token < count
-        lse = tl.load(lse_ptr + token, mask=counts, other=0.0)
-        unkept = tl.load(unkept_ptr + token, mask=counts, other=float("-inf"))
-        variance = tl.load(variance_ptr + token, mask=counts, other=0.0)
-        lower = tl.load(lower_ptr + token, mask=counts, other=0.0)
-        # The tail is a share of all ranks' mass: a rank with little mass may have large errors.
-        whole = tl.where(lower > lse * LOG2E, lower, lse * LOG2E)
-        # A token whose unkept mass is 0 has no error; its lse may be -inf too.
-        tail = tl.where(unkept == float("-inf"), 0.0, tl.exp2(unkept * LOG2E - whole))
-        total += tl.where(counts, tail * tail * variance, 0.0)
-        # The full forward records masses by it. An lse errs less than one 8-bit logit, and a bound
-        # further below would make masses so large that a flat softmax keeps every column.
-        known = (lse - tl.sqrt(variance)) * LOG2E
-        raised = tl.where((tl.abs(known) < 1e30) & (known > lower), known, lower)
-        tl.store(lower_ptr + token, raised, mask=counts)
-    tl.store(error_ptr + part, tl.sum(total, 0))
-    # The last program has tokens only if every program has.
-    if part == num_parts - 1:
-        splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)
-        tl.store(full_shape_ptr + 1, splits)
-        tl.store(full_shape_ptr + 2, at_once)
-
-
-@triton.jit(do_not_specialize=["num_parts"])
-def guard_kernel(
-    number_ptr,  # [num_parts] int32: see `guard_parts_kernel`
-    error_ptr,  # [num_parts] fp32
-    count_ptr,  # [1] int32: tokens that count
-    shape_ptr,  # [3] int32: see `forward_kernel`; of the sums to merge. Full precision may take
-    # another number of splits: out, where it is needed
-    full_ptr,  # [1] int32: 1 if full precision is needed: out
-    full_shape_ptr,  # [3] int32; the first, its blocks, 0 if full precision is not needed: out
-    num_parts,
-    V,
-    max_kept,
-    max_error,
-    BLOCK: tl.constexpr,
-):
-    """Decides if 8-bit logits are refused; a single program.
-    docs/design/screened.md#when-screening-is-refused"""
-    blocks = tl.load(shape_ptr)
-    number = tl.zeros((BLOCK,), tl.int32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, num_parts, BLOCK):
-        part = start + tl.arange(0, BLOCK)
-        number += tl.load(number_ptr + part, mask=part < num_parts, other=0)
-        total += tl.load(error_ptr + part, mask=part < num_parts, other=0.0)
-    error = tl.sqrt(tl.sum(total, 0) / tl.maximum(tl.load(count_ptr), 1))
-    share = tl.sum(number, 0).to(tl.float32) / (blocks.to(tl.float32) * V)
-    # False for a NaN too.
-    screened = (error <= max_error) & (share <= max_kept)
-    full = 1 - screened.to(tl.int32)
-    tl.store(full_ptr, full)
-    tl.store(full_shape_ptr, blocks * full)
-    for i in tl.static_range(1, 3):
-        tl.store(shape_ptr + i, tl.load(full_shape_ptr + i), mask=full != 0)
+from cce_dist.backends.triton.kernels.screened.stats import (
+    ALL_SUMS,
+    PLAIN_SUMS,
+    eight_bit_logits,
+    merge_sums,
+    store_eight_bit_sums,
+    store_largest,
+    store_no_sums,
+)
 
 
 @triton.jit
@@ -130,10 +42,13 @@ def exact_task(
     base_ptr,  # [num_blocks + 1] int32, of the chunk
     segment_ptr,  # [num_blocks + 1] int32, of the chunk
     entries_ptr,  # [rows] int32
-    part_ptr,  # [2, tasks, TOKENS] fp32: largest logit, log2; sum of exp2 relative to it: out
+    part_ptr,  # [SUMS, tasks, TOKENS] fp32: see `stats.ALL_SUMS`: out
+    # The 8-bit hidden states, weight, factors of columns and tokens, and both strides.
+    eight,
     part_size,
     num_tiles,
     num_blocks,
+    V,
     D,
     stride_hn,
     stride_wv,
@@ -149,6 +64,8 @@ def exact_task(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_STORED: tl.constexpr,
+    HAS_STATS: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
 ):
     """Computes the logits of SEGMENT entries of a token block's list, and sums those not drawn."""
     block, place, length, row = segment_of(
@@ -170,6 +87,9 @@ def exact_task(
             scale, softcap, SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, False, HAS_BIAS,
             HAS_SOFTCAP,
         )  # fmt: skip
+        if HAS_STATS:
+            # Of equal products the lowest column wins, so all of them come from this product.
+            store_largest(tl.where(kept[:, None], z, float("-inf")), column, part_ptrs, part_size)
         # From the target's logit itself, so that nll's two terms share it.
         is_target = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
         z = tl.where(is_target, tl.load(target_logit_ptr + token)[None, :] * LOG2E, z)
@@ -183,22 +103,37 @@ def exact_task(
         z = tl.where(kept[:, None], z, float("-inf"))
         top = tl.max(z, 0)
         base = tl.where(top == float("-inf"), 0.0, top)
+        w = tl.exp2(z - base[None, :])
         tl.store(part_ptrs, top)
-        tl.store(part_ptrs + part_size, tl.sum(tl.exp2(z - base[None, :]), 0))
+        tl.store(part_ptrs + part_size, tl.sum(w, 0))
+        if HAS_STATS:
+            excess = tl.where(w == 0, 0.0, w * (z - base[None, :]))
+            tl.store(part_ptrs + 2 * part_size, tl.sum(excess, 0))
+            tl.store(part_ptrs + 3 * part_size, tl.sum(w * w, 0))
+            y = eight_bit_logits(
+                column, block, eight[0], eight[1], bias_ptr, eight[2], eight[3],
+                num_blocks * TOKENS, V, D, eight[4], eight[5], scale, softcap, SEGMENT, TOKENS,
+                BLOCK_K, STAGES, ACCUMULATOR, HAS_BIAS, HAS_SOFTCAP,
+            )  # fmt: skip
+            log_p = y - tl.load(lse_ptr + token)[None, :] * LOG2E
+            store_eight_bit_sums(log_p, kept, part_ptrs, part_size)
     else:
         tl.store(part_ptrs, tl.full((TOKENS,), float("-inf"), tl.float32))
         tl.store(part_ptrs + part_size, tl.zeros((TOKENS,), tl.float32))
+        if HAS_STATS:
+            store_no_sums(part_ptrs, part_size, TOKENS)
 
 
 @triton.jit
 def merge_task(
     block,
     segment_ptr,  # [num_blocks + 1] int32, of the chunk
-    part_ptr,  # [2, tasks, TOKENS]
-    kept_ptr,  # [2, N] fp32: the same, over all entries of the token's block so far; in place
+    part_ptr,  # [SUMS, tasks, TOKENS]
+    kept_ptr,  # [SUMS, N] fp32: the same, over all entries of the token's block so far; in place
     part_size,
     N,
     TOKENS: tl.constexpr,
+    HAS_STATS: tl.constexpr,
 ):
     """Merges the parts of a token block's list in this chunk, in order."""
     lane = tl.arange(0, TOKENS)
@@ -212,6 +147,8 @@ def merge_task(
         # tl.maximum would lose a NaN.
         higher = tl.where(other < top, top, other)
         base = tl.where(higher == float("-inf"), 0.0, higher)
+        if HAS_STATS:
+            merge_sums(kept_ptrs, N, part_ptrs, part_size, top, total, other, part, base)
         total = total * exp2_of(top - base) + part * exp2_of(other - base)
         top = higher
     tl.store(kept_ptrs, top)
@@ -238,8 +175,13 @@ def exact_columns_kernel(
     base_ptr,  # [max_chunks, num_blocks + 1] int32
     segment_ptr,  # [max_chunks, num_blocks + 1] int32
     entries_ptr,  # [2, max_rows] int32: lists of this chunk and the next
-    part_ptr,  # [2, 2, max_tasks, TOKENS] fp32: of this chunk and the next
-    sum_ptr,  # [2, N] fp32: each token's largest kept logit, log2; sum of exp2 relative to it: out
+    part_ptr,  # [2, SUMS, max_tasks, TOKENS] fp32: of this chunk and the next
+    sum_ptr,  # [SUMS, N] fp32 of each token's kept columns: see `stats.ALL_SUMS`: out
+    # Of 8 bits, if HAS_STATS: hidden states, weight, factors of columns and tokens
+    eight_hidden_ptr,
+    eight_weight_ptr,
+    eight_column_ptr,
+    eight_token_ptr,
     queue_ptr,  # [max_chunks + 3] int32, zeros: the next task of each phase; arrivals
     num_blocks,
     V,
@@ -251,6 +193,8 @@ def exact_columns_kernel(
     words,
     stride_hn,
     stride_wv,
+    stride_eight_hn,
+    stride_eight_wv,
     scale,
     softcap,
     TOKENS: tl.constexpr,
@@ -266,6 +210,8 @@ def exact_columns_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
     HAS_STORED: tl.constexpr,
+    HAS_STATS: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
 ):
     """Sums exact logits over the backward's lists of columns, by persistent programs.
 
@@ -274,6 +220,15 @@ def exact_columns_kernel(
     """
     num_chunks = tl.where(tl.load(full_ptr) > 0, 0, tl.load(num_chunks_ptr))
     N = num_blocks * TOKENS
+    SUMS: tl.constexpr = ALL_SUMS if HAS_STATS else PLAIN_SUMS
+    eight = (
+        eight_hidden_ptr,
+        eight_weight_ptr,
+        eight_column_ptr,
+        eight_token_ptr,
+        stride_eight_hn,
+        stride_eight_wv,
+    )
     arrived_ptr = queue_ptr + max_chunks + 2
     for phase in range(num_chunks + 2):
         stride = num_blocks + 1
@@ -303,14 +258,15 @@ def exact_columns_kernel(
                     task, phase == num_chunks, before, last, hidden_ptr, rows_ptr, weight_ptr,
                     bias_ptr, target_ptr, target_logit_ptr, lse_ptr, stored_ptr, starts_ptr,
                     base_ptr + at, segment_ptr + at, entries_ptr + other * max_rows,
-                    part_ptr + slot * 2 * part_size, part_size, num_tiles, num_blocks, D, stride_hn,
-                    stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K, STAGES,
-                    PRECISION, HAS_BIAS, HAS_SOFTCAP, HAS_STORED,
+                    part_ptr + slot * SUMS * part_size, eight, part_size, num_tiles, num_blocks, V,
+                    D, stride_hn, stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K,
+                    EVEN_K, STAGES, PRECISION, HAS_BIAS, HAS_SOFTCAP, HAS_STORED, HAS_STATS,
+                    ACCUMULATOR,
                 )  # fmt: skip
             elif task < num_exact + num_merge:
                 merge_task(
                     task - num_exact, segment_ptr + (phase - 2) * stride,
-                    part_ptr + other * 2 * part_size, sum_ptr, part_size, N, TOKENS,
+                    part_ptr + other * SUMS * part_size, sum_ptr, part_size, N, TOKENS, HAS_STATS,
                 )  # fmt: skip
             else:
                 list_task(

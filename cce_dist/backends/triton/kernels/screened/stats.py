@@ -1,0 +1,227 @@
+"""Statistics of a screened forward: exact logits of the kept columns, 8-bit ones of the tail.
+
+docs/design/screened.md#statistics
+"""
+
+import triton
+import triton.language as tl
+
+from cce_dist.backends.triton.kernels.forward.forward import dequantized
+from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, log2_of, softcapped
+
+# Sums of a token over kept columns: `exact_columns_kernel` has the first two, a screened forward
+# with statistics all of them. Largest logit, log2; sum of w = exp2 relative to it; of w log2 w; of
+# w^2; of the 8-bit probabilities' p log2 p; of their p^2; largest logit as its product gave it;
+# its column.
+PLAIN_SUMS = tl.constexpr(2)
+ALL_SUMS = tl.constexpr(8)
+# Larger than any column.
+NO_COLUMN = tl.constexpr(2147483647)
+
+
+@triton.jit
+def eight_bit_logits(
+    column,  # [COLUMNS]
+    block,  # of tokens
+    hidden_ptr,  # [N, D] in 8 bits
+    weight_ptr,  # [V, D] in 8 bits
+    bias_ptr,  # [V]
+    column_ptr,  # [2, V] fp32: see `dequantized`
+    token_ptr,  # [2, N] fp32
+    N,
+    V,
+    D,
+    stride_hn,
+    stride_wv,
+    scale,
+    softcap,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Computes 8-bit logits, [COLUMNS, TOKENS] fp32, log2."""
+    dims = tl.arange(0, BLOCK_K)
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + dims[None, :]
+    e_ptrs = hidden_ptr + token.to(tl.int64)[:, None] * stride_hn + dims[None, :]
+    x = tl.zeros((COLUMNS, TOKENS), ACCUMULATOR)
+    for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+        inside = (k + dims < D)[None, :]
+        c = tl.load(c_ptrs + k, mask=inside, other=0.0)
+        e = tl.load(e_ptrs + k, mask=inside, other=0.0)
+        x = tl.dot(c, e.T, x, out_dtype=ACCUMULATOR)
+    x = dequantized(x, column, V, column_ptr, token_ptr + token, N)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + column).to(tl.float32)[:, None]
+    if HAS_SOFTCAP:
+        x, _ = softcapped(x, softcap, False)
+    return x * (scale * LOG2E)
+
+
+@triton.jit
+def store_eight_bit_sums(log_p, kept, part_ptrs, size):
+    """Stores the sums of the kept columns' 8-bit probabilities, log2: [COLUMNS, TOKENS]."""
+    p = tl.where(kept[:, None], tl.exp2(log_p), 0.0)
+    # 0 times -inf would be NaN.
+    tl.store(part_ptrs + 4 * size, tl.sum(tl.where(p == 0, 0.0, p * log_p), 0))
+    tl.store(part_ptrs + 5 * size, tl.sum(p * p, 0))
+
+
+@triton.jit
+def store_largest(z, column, part_ptrs, size):
+    """Stores the largest logit, log2, and the lowest column that has it. Args: z: [COLUMNS, TOKENS]
+    of kept columns, -inf of others."""
+    top = tl.max(z, 0)
+    has_it = (z == top[None, :]) & (z > float("-inf"))
+    lowest = tl.min(tl.where(has_it, column[:, None], NO_COLUMN), 0)
+    tl.store(part_ptrs + 6 * size, top)
+    tl.store(part_ptrs + 7 * size, lowest.to(tl.float32))
+
+
+@triton.jit
+def store_no_sums(part_ptrs, size, TOKENS: tl.constexpr):
+    """Stores the statistics of no column."""
+    nothing = tl.zeros((TOKENS,), tl.float32)
+    for i in tl.static_range(PLAIN_SUMS, ALL_SUMS):
+        tl.store(part_ptrs + i * size, nothing - float("inf") if i == 6 else nothing)
+
+
+@triton.jit
+def merge_sums(
+    sum_ptrs,  # [TOKENS] in the first of ALL_SUMS: in place
+    size,
+    part_ptrs,  # the same of another part
+    part_size,
+    top,  # [TOKENS] the first two sums of both
+    total,
+    part_top,
+    part,
+    base,  # the larger one of the largest logits; 0 for -inf
+):
+    """Merges the statistics of a part of the kept columns."""
+    shrink, part_shrink = exp2_of(top - base), exp2_of(part_top - base)
+    surplus, part_surplus = tl.load(sum_ptrs + 2 * size), tl.load(part_ptrs + 2 * part_size)
+    surplus += tl.where(total > 0, (top - base) * total, 0.0)
+    part_surplus += tl.where(part > 0, (part_top - base) * part, 0.0)
+    surplus = tl.where(total > 0, shrink * surplus, 0.0)
+    tl.store(sum_ptrs + 2 * size, surplus + tl.where(part > 0, part_shrink * part_surplus, 0.0))
+    squares = shrink * shrink * tl.load(sum_ptrs + 3 * size)
+    squares += part_shrink * part_shrink * tl.load(part_ptrs + 3 * part_size)
+    tl.store(sum_ptrs + 3 * size, squares)
+    for i in tl.static_range(4, 6):
+        added = tl.load(sum_ptrs + i * size) + tl.load(part_ptrs + i * part_size)
+        tl.store(sum_ptrs + i * size, added)
+    best, other = tl.load(sum_ptrs + 6 * size), tl.load(part_ptrs + 6 * part_size)
+    column, other_column = tl.load(sum_ptrs + 7 * size), tl.load(part_ptrs + 7 * part_size)
+    # Nothing is larger than NaN, nor equal to it: it stays.
+    better = (other != other) | (other > best) | ((other == best) & (other_column < column))
+    tl.store(sum_ptrs + 6 * size, tl.where(better, other, best))
+    tl.store(sum_ptrs + 7 * size, tl.where(better, other_column, column))
+
+
+@triton.jit
+def screened_stats_kernel(
+    count_ptr,  # [1] int32
+    full_ptr,  # [1] int32: 1: nothing to do
+    sum_ptr,  # [ALL_SUMS, N] of the kept columns
+    unkept_ptr,  # [N] log of the tail's sum of exp(z), corrected
+    eight_unkept_ptr,  # [N] the same of 8-bit logits as they are
+    # Of all columns' 8-bit logits, [N]: log-sum-exp, entropy, log of the squared probabilities'
+    # sum, largest logit, its column
+    lse_ptr,
+    entropy_ptr,
+    sum_p2_ptr,
+    largest_ptr,
+    column_ptr,
+    mass_ptr,  # [num_blocks, V] negative where kept
+    variance_ptr,  # [N] of an 8-bit logit's error, half of which has been subtracted
+    target_ptr,  # [N] int32, -1: none here
+    order_ptr,  # int64: the caller's place of each token that counts, if HAS_ORDER
+    # [N] of all columns, in the caller's order: out
+    placed_mean_ptr,  # both of 8-bit logits as they are: in place
+    placed_m2_ptr,
+    placed_entropy_ptr,
+    placed_sum_p2_ptr,
+    placed_largest_ptr,
+    placed_hit_ptr,  # 1 where the largest logit is the target's
+    N,
+    V,
+    TOKENS: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
+    HAS_LARGEST: tl.constexpr,
+    HAS_HIT: tl.constexpr,
+    HAS_MOMENTS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+):
+    """Merges the statistics of kept columns and of the tail, which are two shards."""
+    block = tl.program_id(0)
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    counts = token < tl.load(count_ptr)
+    top, total = tl.load(sum_ptr + token), tl.load(sum_ptr + N + token)
+    eight_lse = tl.load(lse_ptr + token) * LOG2E
+    eight_unkept = tl.load(eight_unkept_ptr + token) * LOG2E
+    unkept = tl.load(unkept_ptr + token) * LOG2E
+    base = tl.where(unkept < top, top, unkept)
+    base = tl.where(base == float("-inf"), 0.0, base)
+    kept_part, tail_part = total * exp2_of(top - base), exp2_of(unkept - base)
+    whole = kept_part + tail_part
+    screened = counts & (tl.load(full_ptr) == 0)
+    place = token
+    if HAS_ORDER:
+        place = tl.load(order_ptr + token, mask=counts, other=0)
+    has_tail = unkept > float("-inf")
+    # Rounding errors make 8-bit logits of the tail differ more than exact ones do.
+    variance = tl.load(variance_ptr + token)
+    if HAS_ENTROPY:
+        surplus = tl.load(sum_ptr + 2 * N + token)
+        of_kept = log2_of(total) - surplus / total
+        # The tail's columns among themselves, by 8-bit logits: no shift of all of them counts.
+        share = exp2_of(eight_unkept - eight_lse)
+        log_sum = -(tl.load(entropy_ptr + token) * LOG2E + tl.load(sum_ptr + 4 * N + token))
+        of_tail = eight_unkept - eight_lse - log_sum / share + 0.5 * LOG2E * variance
+        # Rounding of the difference, over a small share, stays within what an entropy can be.
+        of_tail = tl.where(of_tail < 0, 0.0, of_tail)
+        of_tail = tl.minimum(of_tail, tl.log2(V.to(tl.float32)))
+        kept_share, tail_share = kept_part / whole, tail_part / whole
+        entropy = tl.where(kept_share > 0, kept_share * (of_kept - log2_of(kept_share)), 0.0)
+        entropy += tl.where(tail_share > 0, tail_share * (of_tail - log2_of(tail_share)), 0.0)
+        entropy = tl.where(entropy < 0, 0.0, entropy) / LOG2E
+        tl.store(placed_entropy_ptr + place, entropy, mask=screened)
+    if HAS_SQUARES:
+        of_all = exp2_of(tl.load(sum_p2_ptr + token) * LOG2E)
+        of_tail = of_all - tl.load(sum_ptr + 5 * N + token)
+        of_tail = tl.where(of_tail < 0, 0.0, of_tail)
+        # From shares of the 8-bit sum to shares of the corrected one.
+        moved = exp2_of(unkept - eight_unkept + eight_lse - base)
+        of_tail *= moved * moved / tl.exp2(variance * LOG2E)
+        of_tail = tl.where(has_tail, of_tail, 0.0)
+        shrink = exp2_of(top - base)
+        squares = shrink * shrink * tl.load(sum_ptr + 3 * N + token) + of_tail
+        sum_p2 = (log2_of(squares) - 2.0 * log2_of(whole)) / LOG2E
+        sum_p2 = tl.where(whole == 0, float("-inf"), sum_p2)
+        tl.store(placed_sum_p2_ptr + place, sum_p2, mask=screened)
+    if HAS_MOMENTS:
+        mean = tl.load(placed_mean_ptr + place, mask=screened) + 0.5 * variance
+        m2 = tl.load(placed_m2_ptr + place, mask=screened) - V * variance
+        tl.store(placed_mean_ptr + place, mean, mask=screened)
+        tl.store(placed_m2_ptr + place, tl.where(m2 < 0, 0.0, m2), mask=screened)
+    if HAS_LARGEST:
+        best = tl.load(sum_ptr + 6 * N + token) / LOG2E
+        column = tl.load(sum_ptr + 7 * N + token)
+        other = tl.load(largest_ptr + token)
+        other_column = tl.load(column_ptr + token)
+        at = block.to(tl.int64) * V + other_column.to(tl.int32)
+        in_tail = tl.load(mass_ptr + at, mask=counts, other=0.0) >= 0
+        better = (other > best) | ((other == best) & (other_column < column))
+        better = better & in_tail
+        best = tl.where(better, other, best)
+        column = tl.where(better, other_column, column)
+        tl.store(placed_largest_ptr + place, best, mask=screened)
+        if HAS_HIT:
+            hit = (column == tl.load(target_ptr + token).to(tl.float32)) & (best > float("-inf"))
+            tl.store(placed_hit_ptr + place, hit.to(tl.float32), mask=screened)
