@@ -278,6 +278,8 @@ def _launch_exact_columns(
         EVEN_K=dim % tiles.backward_dims == 0, STAGES=tiles.backward_stages, PRECISION="ieee",
         IS_INTERPRETED=interpreted(), HAS_BIAS=head.bias is not None,
         HAS_SOFTCAP=head.softcap is not None, HAS_DRAWN=lists.draws,
-        HAS_STORED=stored is not None, HAS_STATS=state.has_screened_stats,
+        HAS_STORED=stored is not None, 
+        HAS_SUMS=state.wanted.entropy or state.wanted.sum_p2,
+        HAS_LARGEST=state.wanted.correct or state.wanted.moments,
         ACCUMULATOR=eight.accumulator, num_warps=tiles.backward_warps, **cooperative,
     )  # fmt: skip

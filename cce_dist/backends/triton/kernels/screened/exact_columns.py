@@ -17,10 +17,12 @@ from cce_dist.backends.triton.kernels.screened.stats import (
     ALL_SUMS,
     PLAIN_SUMS,
     eight_bit_logits,
+    merge_largest,
     merge_sums,
     store_eight_bit_sums,
     store_largest,
-    store_no_sums,
+    store_no_eight_bit_sums,
+    store_no_stats,
 )
 
 
@@ -64,7 +66,8 @@ def exact_task(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_STORED: tl.constexpr,
-    HAS_STATS: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    HAS_LARGEST: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
     """Computes the logits of SEGMENT entries of a token block's list, and sums those not drawn."""
@@ -78,7 +81,8 @@ def exact_task(
     kept = (entry & 1) == 0
     token = block * TOKENS + tl.arange(0, TOKENS)
     part_ptrs = part_ptr + task * TOKENS + tl.arange(0, TOKENS)
-    wanted = tl.max(kept.to(tl.int32), 0) > 0
+    has_kept = tl.max(kept.to(tl.int32), 0) > 0
+    wanted = has_kept
     if HAS_STORED:
         wanted = wanted | stores
     if wanted:
@@ -87,7 +91,7 @@ def exact_task(
             scale, softcap, SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, False, HAS_BIAS,
             HAS_SOFTCAP,
         )  # fmt: skip
-        if HAS_STATS:
+        if HAS_LARGEST:
             # Of equal products the lowest column wins, so all of them come from this product.
             store_largest(tl.where(kept[:, None], z, float("-inf")), column, part_ptrs, part_size)
         # From the target's logit itself, so that nll's two terms share it.
@@ -106,22 +110,24 @@ def exact_task(
         w = tl.exp2(z - base[None, :])
         tl.store(part_ptrs, top)
         tl.store(part_ptrs + part_size, tl.sum(w, 0))
-        if HAS_STATS:
+        if HAS_SUMS:
             excess = tl.where(w == 0, 0.0, w * (z - base[None, :]))
             tl.store(part_ptrs + 2 * part_size, tl.sum(excess, 0))
             tl.store(part_ptrs + 3 * part_size, tl.sum(w * w, 0))
-            y = eight_bit_logits(
-                column, block, eight[0], eight[1], bias_ptr, eight[2], eight[3],
-                num_blocks * TOKENS, V, D, eight[4], eight[5], scale, softcap, SEGMENT, TOKENS,
-                BLOCK_K, STAGES, ACCUMULATOR, HAS_BIAS, HAS_SOFTCAP,
-            )  # fmt: skip
-            log_p = y - tl.load(lse_ptr + token)[None, :] * LOG2E
-            store_eight_bit_sums(log_p, kept, part_ptrs, part_size)
+            if has_kept:
+                y = eight_bit_logits(
+                    column, block, eight[0], eight[1], bias_ptr, eight[2], eight[3],
+                    num_blocks * TOKENS, V, D, eight[4], eight[5], scale, softcap, SEGMENT, TOKENS,
+                    BLOCK_K, EVEN_K, STAGES, ACCUMULATOR, HAS_BIAS, HAS_SOFTCAP,
+                )  # fmt: skip
+                log_p = y - tl.load(lse_ptr + token)[None, :] * LOG2E
+                store_eight_bit_sums(log_p, kept, part_ptrs, part_size)
+            else:
+                store_no_eight_bit_sums(part_ptrs, part_size, TOKENS)
     else:
         tl.store(part_ptrs, tl.full((TOKENS,), float("-inf"), tl.float32))
         tl.store(part_ptrs + part_size, tl.zeros((TOKENS,), tl.float32))
-        if HAS_STATS:
-            store_no_sums(part_ptrs, part_size, TOKENS)
+        store_no_stats(part_ptrs, part_size, TOKENS, HAS_SUMS, HAS_LARGEST)
 
 
 @triton.jit
@@ -133,7 +139,8 @@ def merge_task(
     part_size,
     N,
     TOKENS: tl.constexpr,
-    HAS_STATS: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    HAS_LARGEST: tl.constexpr,
 ):
     """Merges the parts of a token block's list in this chunk, in order."""
     lane = tl.arange(0, TOKENS)
@@ -147,8 +154,10 @@ def merge_task(
         # tl.maximum would lose a NaN.
         higher = tl.where(other < top, top, other)
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        if HAS_STATS:
+        if HAS_SUMS:
             merge_sums(kept_ptrs, N, part_ptrs, part_size, top, total, other, part, base)
+        if HAS_LARGEST:
+            merge_largest(kept_ptrs, N, part_ptrs, part_size)
         total = total * exp2_of(top - base) + part * exp2_of(other - base)
         top = higher
     tl.store(kept_ptrs, top)
@@ -177,7 +186,7 @@ def exact_columns_kernel(
     entries_ptr,  # [2, max_rows] int32: lists of this chunk and the next
     part_ptr,  # [2, SUMS, max_tasks, TOKENS] fp32: of this chunk and the next
     sum_ptr,  # [SUMS, N] fp32 of each token's kept columns: see `stats.ALL_SUMS`: out
-    # Of 8 bits, if HAS_STATS: hidden states, weight, factors of columns and tokens
+    # Of 8 bits, if HAS_SUMS: hidden states, weight, factors of columns and tokens
     eight_hidden_ptr,
     eight_weight_ptr,
     eight_column_ptr,
@@ -210,7 +219,8 @@ def exact_columns_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
     HAS_STORED: tl.constexpr,
-    HAS_STATS: tl.constexpr,
+    HAS_SUMS: tl.constexpr,  # for statistics, of exact and of 8-bit logits
+    HAS_LARGEST: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
     """Sums exact logits over the backward's lists of columns, by persistent programs.
@@ -220,7 +230,7 @@ def exact_columns_kernel(
     """
     num_chunks = tl.where(tl.load(full_ptr) > 0, 0, tl.load(num_chunks_ptr))
     N = num_blocks * TOKENS
-    SUMS: tl.constexpr = ALL_SUMS if HAS_STATS else PLAIN_SUMS
+    SUMS: tl.constexpr = ALL_SUMS if HAS_SUMS or HAS_LARGEST else PLAIN_SUMS
     eight = (
         eight_hidden_ptr,
         eight_weight_ptr,
@@ -260,13 +270,14 @@ def exact_columns_kernel(
                     base_ptr + at, segment_ptr + at, entries_ptr + other * max_rows,
                     part_ptr + slot * SUMS * part_size, eight, part_size, num_tiles, num_blocks, V,
                     D, stride_hn, stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K,
-                    EVEN_K, STAGES, PRECISION, HAS_BIAS, HAS_SOFTCAP, HAS_STORED, HAS_STATS,
-                    ACCUMULATOR,
+                    EVEN_K, STAGES, PRECISION, HAS_BIAS, HAS_SOFTCAP, HAS_STORED, HAS_SUMS,
+                    HAS_LARGEST, ACCUMULATOR,
                 )  # fmt: skip
             elif task < num_exact + num_merge:
                 merge_task(
                     task - num_exact, segment_ptr + (phase - 2) * stride,
-                    part_ptr + other * SUMS * part_size, sum_ptr, part_size, N, TOKENS, HAS_STATS,
+                    part_ptr + other * SUMS * part_size, sum_ptr, part_size, N, TOKENS, HAS_SUMS,
+                    HAS_LARGEST,
                 )  # fmt: skip
             else:
                 list_task(

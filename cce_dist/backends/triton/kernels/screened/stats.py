@@ -38,6 +38,7 @@ def eight_bit_logits(
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,  # D is a multiple of it
     STAGES: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -48,12 +49,19 @@ def eight_bit_logits(
     token = block * TOKENS + tl.arange(0, TOKENS)
     c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + dims[None, :]
     e_ptrs = hidden_ptr + token.to(tl.int64)[:, None] * stride_hn + dims[None, :]
-    x = tl.zeros((COLUMNS, TOKENS), ACCUMULATOR)
-    for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
-        inside = (k + dims < D)[None, :]
-        c = tl.load(c_ptrs + k, mask=inside, other=0.0)
-        e = tl.load(e_ptrs + k, mask=inside, other=0.0)
-        x = tl.dot(c, e.T, x, out_dtype=ACCUMULATOR)
+    if EVEN_K:
+        x = tl.zeros((COLUMNS, TOKENS), ACCUMULATOR)
+        for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+            x = tl.dot(tl.load(c_ptrs + k), tl.load(e_ptrs + k).T, x, out_dtype=ACCUMULATOR)
+    else:
+        # In 8 bits, Triton 3.6's product of masked loads reads beyond its shared memory on Hopper.
+        # Every 8-bit number is one of fp16.
+        x = tl.zeros((COLUMNS, TOKENS), tl.float32)
+        for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
+            inside = (k + dims < D)[None, :]
+            c = tl.load(c_ptrs + k, mask=inside, other=0.0).to(tl.float16)
+            e = tl.load(e_ptrs + k, mask=inside, other=0.0).to(tl.float16)
+            x = tl.dot(c, e.T, x)
     x = dequantized(x, column, V, column_ptr, token_ptr + token, N)
     if HAS_BIAS:
         x += tl.load(bias_ptr + column).to(tl.float32)[:, None]
@@ -83,11 +91,23 @@ def store_largest(z, column, part_ptrs, size):
 
 
 @triton.jit
-def store_no_sums(part_ptrs, size, TOKENS: tl.constexpr):
+def store_no_eight_bit_sums(part_ptrs, size, TOKENS: tl.constexpr):
+    for i in tl.static_range(4, 6):
+        tl.store(part_ptrs + i * size, tl.zeros((TOKENS,), tl.float32))
+
+
+@triton.jit
+def store_no_stats(
+    part_ptrs, size, TOKENS: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_LARGEST: tl.constexpr
+):
     """Stores the statistics of no column."""
     nothing = tl.zeros((TOKENS,), tl.float32)
-    for i in tl.static_range(PLAIN_SUMS, ALL_SUMS):
-        tl.store(part_ptrs + i * size, nothing - float("inf") if i == 6 else nothing)
+    if HAS_SUMS:
+        for i in tl.static_range(2, 6):
+            tl.store(part_ptrs + i * size, nothing)
+    if HAS_LARGEST:
+        tl.store(part_ptrs + 6 * size, nothing - float("inf"))
+        tl.store(part_ptrs + 7 * size, nothing)
 
 
 @triton.jit
@@ -102,7 +122,7 @@ def merge_sums(
     part,
     base,  # the larger one of the largest logits; 0 for -inf
 ):
-    """Merges the statistics of a part of the kept columns."""
+    """Merges the sums for statistics of a part of the kept columns."""
     shrink, part_shrink = exp2_of(top - base), exp2_of(part_top - base)
     surplus, part_surplus = tl.load(sum_ptrs + 2 * size), tl.load(part_ptrs + 2 * part_size)
     surplus += tl.where(total > 0, (top - base) * total, 0.0)
@@ -115,6 +135,11 @@ def merge_sums(
     for i in tl.static_range(4, 6):
         added = tl.load(sum_ptrs + i * size) + tl.load(part_ptrs + i * part_size)
         tl.store(sum_ptrs + i * size, added)
+
+
+@triton.jit
+def merge_largest(sum_ptrs, size, part_ptrs, part_size):
+    """Merges the largest logit of a part of the kept columns."""
     best, other = tl.load(sum_ptrs + 6 * size), tl.load(part_ptrs + 6 * part_size)
     column, other_column = tl.load(sum_ptrs + 7 * size), tl.load(part_ptrs + 7 * part_size)
     # Nothing is larger than NaN, nor equal to it: it stays.
