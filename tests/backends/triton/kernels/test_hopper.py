@@ -24,12 +24,15 @@ COMPILE = """
 import sys
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from cce_dist.backends.triton.kernels.forward.hopper import hopper_forward_kernel
 from cce_dist.backends.triton.kernels.forward.hopper_logits import hopper_logits_kernel
 from cce_dist.backends.triton.kernels.teacher.hopper import hopper_teacher_kernel
 
+# What ptxas makes of it is not looked at.
+CUDABackend.make_cubin = lambda *given: b""
 TYPES = {
     "bias": "bf16", "column": "fp32", "token": "fp32", "count": "i32", "shape": "i32",
     "lower": "fp32", "state": "fp32", "mass": "bf16", "extras": "fp32", "key": "i64",
