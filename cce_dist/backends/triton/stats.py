@@ -218,12 +218,8 @@ def _packed_stats(state: ForwardState, finished: Finished, screened: Screened | 
 def _with_extras(state: ForwardState, stats: Stats, finished: Finished) -> Stats:
     """Adds the statistics that few callers ask for, in the order of the packed tokens; to
     `finished` the largest logit."""
-    head, wanted, extras, num_tokens = (
-        state.head,
-        state.wanted,
-        state.buffers.extras,
-        len(state.tokens),
-    )
+    head, wanted, extras = state.head, state.wanted, state.buffers.extras
+    num_tokens = len(state.tokens)
     has_largest = wanted.correct or wanted.moments
     if extras is not None and (has_largest or sums_softcapped(wanted, head)):
         inputs = (state.shape, state.count, state.targets, wanted, head, state.segments)

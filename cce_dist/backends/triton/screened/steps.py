@@ -28,6 +28,7 @@ from cce_dist.backends.triton.kernels.screened.exact_columns import (
 from cce_dist.backends.triton.kernels.screened.guard import guard_kernel, guard_parts_kernel
 from cce_dist.backends.triton.kernels.screened.stats import (
     ALL_SUMS,
+    LARGEST,
     PLAIN_SUMS,
     screened_stats_kernel,
 )
@@ -142,7 +143,7 @@ def sum_exact_columns(
     num_sums = ALL_SUMS.value if state.has_screened_stats else PLAIN_SUMS.value
     sums = state.weight.new_zeros(num_sums, padded, dtype=torch.float32)
     # Both largest logits, of which the second is a statistic.
-    sums[::6].fill_(-torch.inf)
+    sums[:: LARGEST.value].fill_(-torch.inf)
     num_bytes = marks.room(room.workspace_bytes, state.num_blocks)
     draws = logits is not None and logits.draws
     lists = Lists.of(marks, state.weight, state.num_blocks, num_bytes, draws=draws)
@@ -278,8 +279,7 @@ def _launch_exact_columns(
         EVEN_K=dim % tiles.backward_dims == 0, STAGES=tiles.backward_stages, PRECISION="ieee",
         IS_INTERPRETED=interpreted(), HAS_BIAS=head.bias is not None,
         HAS_SOFTCAP=head.softcap is not None, HAS_DRAWN=lists.draws,
-        HAS_STORED=stored is not None, 
-        HAS_SUMS=state.wanted.entropy or state.wanted.sum_p2,
+        HAS_STORED=stored is not None, HAS_SUMS=state.wanted.entropy or state.wanted.sum_p2,
         HAS_LARGEST=state.wanted.correct or state.wanted.moments,
         ACCUMULATOR=eight.accumulator, num_warps=tiles.backward_warps, **cooperative,
     )  # fmt: skip

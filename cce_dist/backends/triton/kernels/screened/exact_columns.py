@@ -16,6 +16,8 @@ from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, log2_of
 from cce_dist.backends.triton.kernels.screened.stats import (
     ALL_SUMS,
     PLAIN_SUMS,
+    SQUARES,
+    SURPLUS,
     eight_bit_logits,
     merge_largest,
     merge_sums,
@@ -112,8 +114,8 @@ def exact_task(
         tl.store(part_ptrs + part_size, tl.sum(w, 0))
         if HAS_SUMS:
             excess = tl.where(w == 0, 0.0, w * (z - base[None, :]))
-            tl.store(part_ptrs + 2 * part_size, tl.sum(excess, 0))
-            tl.store(part_ptrs + 3 * part_size, tl.sum(w * w, 0))
+            tl.store(part_ptrs + SURPLUS * part_size, tl.sum(excess, 0))
+            tl.store(part_ptrs + SQUARES * part_size, tl.sum(w * w, 0))
             if has_kept:
                 y = eight_bit_logits(
                     column, block, eight[0], eight[1], bias_ptr, eight[2], eight[3],

@@ -9,11 +9,18 @@ import triton.language as tl
 from cce_dist.backends.triton.kernels.forward.forward import dequantized
 from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, log2_of, softcapped
 
-# Sums of a token over kept columns: `exact_columns_kernel` has the first two, a screened forward
-# with statistics all of them. Largest logit, log2; sum of w = exp2 relative to it; of w log2 w; of
-# w^2; of the 8-bit probabilities' p log2 p; of their p^2; largest logit as its product gave it;
-# its column.
+# Rows of what a token has over its kept columns: the largest logit, log2, and the sum of w = exp2
+# relative to it are the first two, and the only ones without statistics.
 PLAIN_SUMS = tl.constexpr(2)
+# The sums of w log2 w and of w^2.
+SURPLUS = tl.constexpr(2)
+SQUARES = tl.constexpr(3)
+# With p the probability by 8-bit logits, the sums of p log2 p and of p^2.
+EIGHT_SURPLUS = tl.constexpr(4)
+EIGHT_SQUARES = tl.constexpr(5)
+# The largest logit as its product gave it, log2, and its column.
+LARGEST = tl.constexpr(6)
+COLUMN = tl.constexpr(7)
 ALL_SUMS = tl.constexpr(8)
 # Larger than any column.
 NO_COLUMN = tl.constexpr(2147483647)
@@ -75,8 +82,8 @@ def store_eight_bit_sums(log_p, kept, part_ptrs, size):
     """Stores the sums of the kept columns' 8-bit probabilities, log2: [COLUMNS, TOKENS]."""
     p = tl.where(kept[:, None], tl.exp2(log_p), 0.0)
     # 0 times -inf would be NaN.
-    tl.store(part_ptrs + 4 * size, tl.sum(tl.where(p == 0, 0.0, p * log_p), 0))
-    tl.store(part_ptrs + 5 * size, tl.sum(p * p, 0))
+    tl.store(part_ptrs + EIGHT_SURPLUS * size, tl.sum(tl.where(p == 0, 0.0, p * log_p), 0))
+    tl.store(part_ptrs + EIGHT_SQUARES * size, tl.sum(p * p, 0))
 
 
 @triton.jit
@@ -86,14 +93,15 @@ def store_largest(z, column, part_ptrs, size):
     top = tl.max(z, 0)
     has_it = (z == top[None, :]) & (z > float("-inf"))
     lowest = tl.min(tl.where(has_it, column[:, None], NO_COLUMN), 0)
-    tl.store(part_ptrs + 6 * size, top)
-    tl.store(part_ptrs + 7 * size, lowest.to(tl.float32))
+    tl.store(part_ptrs + LARGEST * size, top)
+    tl.store(part_ptrs + COLUMN * size, lowest.to(tl.float32))
 
 
 @triton.jit
 def store_no_eight_bit_sums(part_ptrs, size, TOKENS: tl.constexpr):
-    for i in tl.static_range(4, 6):
-        tl.store(part_ptrs + i * size, tl.zeros((TOKENS,), tl.float32))
+    nothing = tl.zeros((TOKENS,), tl.float32)
+    tl.store(part_ptrs + EIGHT_SURPLUS * size, nothing)
+    tl.store(part_ptrs + EIGHT_SQUARES * size, nothing)
 
 
 @triton.jit
@@ -103,11 +111,12 @@ def store_no_stats(
     """Stores the statistics of no column."""
     nothing = tl.zeros((TOKENS,), tl.float32)
     if HAS_SUMS:
-        for i in tl.static_range(2, 6):
-            tl.store(part_ptrs + i * size, nothing)
+        tl.store(part_ptrs + SURPLUS * size, nothing)
+        tl.store(part_ptrs + SQUARES * size, nothing)
+        store_no_eight_bit_sums(part_ptrs, size, TOKENS)
     if HAS_LARGEST:
-        tl.store(part_ptrs + 6 * size, nothing - float("inf"))
-        tl.store(part_ptrs + 7 * size, nothing)
+        tl.store(part_ptrs + LARGEST * size, nothing - float("inf"))
+        tl.store(part_ptrs + COLUMN * size, nothing)
 
 
 @triton.jit
@@ -124,15 +133,17 @@ def merge_sums(
 ):
     """Merges the sums for statistics of a part of the kept columns."""
     shrink, part_shrink = exp2_of(top - base), exp2_of(part_top - base)
-    surplus, part_surplus = tl.load(sum_ptrs + 2 * size), tl.load(part_ptrs + 2 * part_size)
+    surplus = tl.load(sum_ptrs + SURPLUS * size)
+    part_surplus = tl.load(part_ptrs + SURPLUS * part_size)
     surplus += tl.where(total > 0, (top - base) * total, 0.0)
     part_surplus += tl.where(part > 0, (part_top - base) * part, 0.0)
     surplus = tl.where(total > 0, shrink * surplus, 0.0)
-    tl.store(sum_ptrs + 2 * size, surplus + tl.where(part > 0, part_shrink * part_surplus, 0.0))
-    squares = shrink * shrink * tl.load(sum_ptrs + 3 * size)
-    squares += part_shrink * part_shrink * tl.load(part_ptrs + 3 * part_size)
-    tl.store(sum_ptrs + 3 * size, squares)
-    for i in tl.static_range(4, 6):
+    surplus += tl.where(part > 0, part_shrink * part_surplus, 0.0)
+    tl.store(sum_ptrs + SURPLUS * size, surplus)
+    squares = shrink * shrink * tl.load(sum_ptrs + SQUARES * size)
+    squares += part_shrink * part_shrink * tl.load(part_ptrs + SQUARES * part_size)
+    tl.store(sum_ptrs + SQUARES * size, squares)
+    for i in tl.static_range(EIGHT_SURPLUS, EIGHT_SQUARES + 1):
         added = tl.load(sum_ptrs + i * size) + tl.load(part_ptrs + i * part_size)
         tl.store(sum_ptrs + i * size, added)
 
@@ -140,12 +151,13 @@ def merge_sums(
 @triton.jit
 def merge_largest(sum_ptrs, size, part_ptrs, part_size):
     """Merges the largest logit of a part of the kept columns."""
-    best, other = tl.load(sum_ptrs + 6 * size), tl.load(part_ptrs + 6 * part_size)
-    column, other_column = tl.load(sum_ptrs + 7 * size), tl.load(part_ptrs + 7 * part_size)
+    best, column = tl.load(sum_ptrs + LARGEST * size), tl.load(sum_ptrs + COLUMN * size)
+    other = tl.load(part_ptrs + LARGEST * part_size)
+    other_column = tl.load(part_ptrs + COLUMN * part_size)
     # Nothing is larger than NaN, nor equal to it: it stays.
     better = (other != other) | (other > best) | ((other == best) & (other_column < column))
-    tl.store(sum_ptrs + 6 * size, tl.where(better, other, best))
-    tl.store(sum_ptrs + 7 * size, tl.where(better, other_column, column))
+    tl.store(sum_ptrs + LARGEST * size, tl.where(better, other, best))
+    tl.store(sum_ptrs + COLUMN * size, tl.where(better, other_column, column))
 
 
 @triton.jit
@@ -203,11 +215,13 @@ def screened_stats_kernel(
     # Rounding errors make 8-bit logits of the tail differ more than exact ones do.
     variance = tl.load(variance_ptr + token)
     if HAS_ENTROPY:
-        surplus = tl.load(sum_ptr + 2 * N + token)
+        surplus = tl.load(sum_ptr + SURPLUS * N + token)
         of_kept = log2_of(total) - surplus / total
         # The tail's columns among themselves, by 8-bit logits: no shift of all of them counts.
         share = exp2_of(eight_unkept - eight_lse)
-        log_sum = -(tl.load(entropy_ptr + token) * LOG2E + tl.load(sum_ptr + 4 * N + token))
+        log_sum = -(
+            tl.load(entropy_ptr + token) * LOG2E + tl.load(sum_ptr + EIGHT_SURPLUS * N + token)
+        )
         of_tail = eight_unkept - eight_lse - log_sum / share + 0.5 * LOG2E * variance
         # Rounding of the difference, over a small share, stays within what an entropy can be.
         of_tail = tl.where(of_tail < 0, 0.0, of_tail)
@@ -219,14 +233,14 @@ def screened_stats_kernel(
         tl.store(placed_entropy_ptr + place, entropy, mask=screened)
     if HAS_SQUARES:
         of_all = exp2_of(tl.load(sum_p2_ptr + token) * LOG2E)
-        of_tail = of_all - tl.load(sum_ptr + 5 * N + token)
+        of_tail = of_all - tl.load(sum_ptr + EIGHT_SQUARES * N + token)
         of_tail = tl.where(of_tail < 0, 0.0, of_tail)
         # From shares of the 8-bit sum to shares of the corrected one.
         moved = exp2_of(unkept - eight_unkept + eight_lse - base)
         of_tail *= moved * moved / tl.exp2(variance * LOG2E)
         of_tail = tl.where(has_tail, of_tail, 0.0)
         shrink = exp2_of(top - base)
-        squares = shrink * shrink * tl.load(sum_ptr + 3 * N + token) + of_tail
+        squares = shrink * shrink * tl.load(sum_ptr + SQUARES * N + token) + of_tail
         sum_p2 = (log2_of(squares) - 2.0 * log2_of(whole)) / LOG2E
         sum_p2 = tl.where(whole == 0, float("-inf"), sum_p2)
         tl.store(placed_sum_p2_ptr + place, sum_p2, mask=screened)
@@ -236,8 +250,8 @@ def screened_stats_kernel(
         tl.store(placed_mean_ptr + place, mean, mask=screened)
         tl.store(placed_m2_ptr + place, tl.where(m2 < 0, 0.0, m2), mask=screened)
     if HAS_LARGEST:
-        best = tl.load(sum_ptr + 6 * N + token) / LOG2E
-        column = tl.load(sum_ptr + 7 * N + token)
+        best = tl.load(sum_ptr + LARGEST * N + token) / LOG2E
+        column = tl.load(sum_ptr + COLUMN * N + token)
         other = tl.load(largest_ptr + token)
         other_column = tl.load(column_ptr + token)
         at = block.to(tl.int64) * V + other_column.to(tl.int32)
