@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -374,34 +375,34 @@ def compile_segments() -> None:
         statistics_of_segments(tokens, head_of(Call()), request)
 
 
-def compile_heads() -> None:
-    """A student and a teacher of another width; then in fp32, with all that logits may have."""
-    for dtype, everything in ((torch.bfloat16, False), (torch.float32, True)):
-        call = Call(dtype, everything=everything, softcap=30.0 if everything else None)
-        _garbage[:] = [call]
-        target = torch.zeros(TOKENS, dtype=torch.int32)
-        head, teacher_head = head_of(call), head_of(replace(call, dim=200))
-        heads = replace(head, class_weight=None), replace(teacher_head, class_weight=None)
-        tokens, of_teacher = (
-            Tokens(torch.zeros(TOKENS, each.weight.shape[1], dtype=dtype), None, target)
-            for each in heads
-        )
-        rule, room = ColumnFilter(1.0, by_largest=False, tail=True, draws=True), Room(2**26)
-        request = ForwardRequest(Wanted(), rule, None, None, None, room)
-        out = forward_of_heads(tokens, heads[0], (of_teacher, heads[1]), request)
-        lse = out.student.lse
-        later = BackwardRequest(
-            stats=out.student,
-            upstream=Upstream(lse, lse),
-            kept=keep(tokens, heads[0], out.scores, lse, rule, room),
-            hidden=NoSum(is_local=True, part_dtype=dtype),
-            weight=WeightGrad(torch.zeros_like(head.weight), accumulate=False),
-            bias=everything,
-            store=None,
-            room=room,
-            teacher=TeacherPart(of_teacher, heads[1], lse, lse),
-        )
-        backward(tokens, heads[0], later)
+def compile_heads(dtype: torch.dtype) -> None:
+    """A student and a teacher of another width; in fp32 with all that logits may have."""
+    everything = dtype == torch.float32
+    call = Call(dtype, everything=everything, softcap=30.0 if everything else None)
+    _garbage[:] = [call]
+    target = torch.zeros(TOKENS, dtype=torch.int32)
+    head, teacher_head = head_of(call), head_of(replace(call, dim=200))
+    heads = replace(head, class_weight=None), replace(teacher_head, class_weight=None)
+    tokens, of_teacher = (
+        Tokens(torch.zeros(TOKENS, each.weight.shape[1], dtype=dtype), None, target)
+        for each in heads
+    )
+    rule, room = ColumnFilter(1.0, by_largest=False, tail=True, draws=True), Room(2**26)
+    request = ForwardRequest(Wanted(), rule, None, None, None, room)
+    out = forward_of_heads(tokens, heads[0], (of_teacher, heads[1]), request)
+    lse = out.student.lse
+    later = BackwardRequest(
+        stats=out.student,
+        upstream=Upstream(lse, lse),
+        kept=keep(tokens, heads[0], out.scores, lse, rule, room),
+        hidden=NoSum(is_local=True, part_dtype=dtype),
+        weight=WeightGrad(torch.zeros_like(head.weight), accumulate=False),
+        bias=everything,
+        store=None,
+        room=room,
+        teacher=TeacherPart(of_teacher, heads[1], lse, lse),
+    )
+    backward(tokens, heads[0], later)
 
 
 def compile_tiles() -> None:
@@ -422,7 +423,8 @@ def compile_tiles() -> None:
 
 
 OTHERS = {
-    "heads": compile_heads,
+    "heads": partial(compile_heads, torch.bfloat16),
+    "heads-fp32": partial(compile_heads, torch.float32),
     "tiles": compile_tiles,
     "largest": compile_largest,
     "small": compile_small,

@@ -39,8 +39,8 @@ JOBS = (
         "100:bf16,everything,exact,e4m3,small,pairs,segments,heads,tiles",
         "120:bf16,exact,fp32-exact",
     ),
-    *("86:bf16,everything,int8,heads,tiles", "89:e4m3", "80:everything,temperature-exact"),
-    "90:bf16,chunk,temperature,temperature-softcap,heads,tiles",
+    *("86:bf16,everything,int8,heads-fp32,tiles", "89:e4m3", "80:everything,temperature-exact"),
+    "90:bf16,chunk,temperature,temperature-softcap,heads,heads-fp32,tiles",
 )
 # In a process each.
 CAPABILITIES = ((100,), (90, 120), (86, 89, 80))
