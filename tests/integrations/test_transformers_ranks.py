@@ -171,7 +171,7 @@ def deepspeed_curve(group: Any, stage: int) -> tuple[list[float], list[float], s
     return stock, patched, logits
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed(pool: RankPool, stage: int) -> None:
     pytest.importorskip("deepspeed")
     for stock, patched, logits in pool.run(2, deepspeed_curve, stage):
