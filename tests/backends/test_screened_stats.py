@@ -132,6 +132,7 @@ def test_entropy_is_differentiable(place: Place) -> None:
     options = {**ALL, "filter": Filter(keep=2e-4)}
     case = Case(inputs, options, upstream={"loss": 1024.0, "entropy": 0.1}).at(place)
     outputs, golden, dense = run_case(None, case), golden_outputs(case), dense_outputs(case)
+    assert bool(outputs["screened"].all())
     for name in ("grad_hidden", "grad_weight"):
         assert error_of(outputs, golden, name) <= 1.5 * error_of(dense, golden, name), name
 
@@ -149,9 +150,10 @@ def test_of_equal_logits_the_first_is_correct(place: Place) -> None:
         given = Inputs(inputs.hidden, weight, targets)
         z = given.hidden.double() @ weight.double().T
         case = Case(given, {**ALL, "stats": ("lse", "screened", "correct")}, backward=False)
-        correct = run_case(None, case.at(place))["correct"]
+        outputs = run_case(None, case.at(place))
+        assert bool(outputs["screened"].all())
         is_top = z.amax(1) == z.gather(1, targets[:, None])[:, 0]
-        assert correct.equal(is_top & expected)
+        assert outputs["correct"].equal(is_top & expected)
 
 
 @pytest.mark.parametrize(**grid(places=CPU_PLACES))
@@ -167,13 +169,20 @@ def test_a_largest_logit_in_the_tail_is_found(place: Place) -> None:
     assert error_of(outputs, golden, "entropy") < 0.02
 
 
-@pytest.mark.parametrize(**grid(places=CPU_PLACES))
-def test_statistics_keep_nan(place: Place) -> None:
+LOGITS: dict[str, dict[str, Any]] = {
+    "screened": ALL,
+    "filtered": {"stats": STATS, "filter": ALL["filter"]},
+    "exact": {"stats": STATS, "gradient": "exact"},
+}
+
+
+@pytest.mark.parametrize(**grid(places=CPU_PLACES, logits=LOGITS))
+def test_statistics_keep_nan(place: Place, logits: dict[str, Any]) -> None:
     inputs = zipf_inputs(40, 900, 24, generator=generator(), dtype=torch.float16)
     hidden = inputs.hidden.clone()
     hidden[3, 5] = float("nan")
-    options = {**ALL, "reduction": "none", "backend": place.backend}
+    options = {**logits, "reduction": "none", "backend": place.backend}
     out: Any = linear_cross_entropy(hidden, inputs.weight, inputs.targets, **options)
-    for value in (out.entropy, out.sum_p2):
-        assert bool(value[3].isnan())
+    for value in (out.loss, out.lse, out.entropy, out.sum_p2, *out.logit_moments):
+        assert bool(value[3].isnan()) and bool(value[:3].isfinite().all())
     assert not bool(out.correct[3])

@@ -210,22 +210,29 @@ class _Screened:
         # Sums over columns that are not kept: of exp(z - lse), and of exp(z - lse) softcap'(z).
         unkept, dropped = torch.empty_like(kept), torch.empty_like(kept)
         totals = (torch.ones_like(kept), (scores.log_slope_sum - stats.lse).exp())
-        parts: list[Stats] = []  # of a block, fields [2, n]: of its kept columns, of the others
+        has_more = any(x is not None for x in (stats.entropy, stats.sum_p2, stats.max_logit))
+        parts: list[tuple[Stats, Stats]] = []  # of a block's kept columns, and of the others
         for block, (i0, i1) in enumerate(spans(len(tokens), TOKEN_BLOCK)):
             hidden = tokens.take(i0, i1).to(operand_dtype(head.weight))
+            targets, of_kept = tokens.local_targets[i0:i1], []
             for index in mask[block].nonzero()[:, 0].split(size.columns):
                 z, _ = gathered_logits(hidden, head, index)
                 # From the same logits as lse, so that nll's two terms share the target's logit.
-                rows, at = find_targets(tokens.local_targets[i0:i1], index)
+                rows, at = find_targets(targets, index)
                 target_logit[i0 + rows] = z[rows, at]
-                kept[i0:i1] = torch.logaddexp(kept[i0:i1], z.logsumexp(1))
+                of_kept.append(_of_columns(stats, z, index, targets))
+            kept_stats = _merge(of_kept)
+            kept[i0:i1] = kept_stats.lse
             few_kept = bool(mask[block].sum() * 2 <= mask.shape[1])
             summed = mask[block] if few_kept else ~mask[block]
             sums = _sums(eight, stats.lse[i0:i1], i0, i1, summed.nonzero()[:, 0], size)
             for out, total, part in zip((unkept, dropped), totals, sums, strict=True):
                 out[i0:i1] = (total[i0:i1] - part).clamp_min_(0) if few_kept else part
-            if _has_more(stats):
-                parts.append(_both_parts(eight, stats, mask[block], i0, i1, size))
+            if has_more:
+                tail = (~mask[block]).nonzero()[:, 0].split(size.columns)
+                gathered = ((eight.gathered(i0, i1, index)[0], index) for index in tail)
+                of_tail = _merge([_of_columns(stats, *each, targets) for each in gathered])
+                parts.append((kept_stats, of_tail))
         error = ((here * unkept).square() * eight.variance).mean().sqrt()
         off = eight.tail_error(shares_of(scores, stats.lse, mask), size)
         # Times softcap's mean slope over the tail. A token without a tail has no error.
@@ -265,30 +272,6 @@ def _sums(
     return plain, sloped
 
 
-def _has_more(stats: Stats) -> bool:
-    """Tells whether there are statistics that kept columns and the others must be merged for."""
-    return any(x is not None for x in (stats.entropy, stats.sum_p2, stats.max_logit))
-
-
-def _both_parts(
-    eight: EightBit, stats: Stats, mask: Tensor, i0: int, i1: int, size: TileSize
-) -> Stats:
-    """Computes the statistics of a block's kept columns by exact logits, and of the others by 8-bit
-    ones: those that `stats` has, [2, n]."""
-    tokens, head = eight.tokens, eight.head
-    hidden = tokens.take(i0, i1).to(operand_dtype(head.weight))
-    targets = tokens.local_targets[i0:i1]
-    rows, part = [], []
-    for columns, is_kept in ((mask.nonzero()[:, 0], True), ((~mask).nonzero()[:, 0], False)):
-        part = []
-        for index in columns.split(size.columns):
-            of_columns = gathered_logits(hidden, head, index) if is_kept else None
-            z, _ = of_columns or eight.gathered(i0, i1, index)
-            part.append(_of_columns(stats, z, index, targets))
-        rows.append(_merge(part, [len(index) for index in columns.split(size.columns)]).pack())
-    return part[0].unpack(torch.stack(rows, 1))
-
-
 def _of_columns(like: Stats, z: Tensor, index: Tensor, targets: Tensor) -> Stats:
     """Computes those statistics that `like` has over the columns `index` alone, from their logits
     [n, K]."""
@@ -309,11 +292,12 @@ def _of_columns(like: Stats, z: Tensor, index: Tensor, targets: Tensor) -> Stats
     )
 
 
-def _merge(parts: list[Stats], num_columns: list[int]) -> Stats:
+def _merge(parts: list[Stats]) -> Stats:
     """Merges statistics over disjoint columns, those with the lowest columns first."""
     packed = torch.stack([part.pack() for part in parts], 1)
-    counts = torch.tensor(num_columns, dtype=packed.dtype, device=packed.device)
-    whole = merge_parts(parts[0].unpack(packed), counts, counts.cumsum(0))
+    # Only the order counts: there are no moments.
+    order = torch.arange(1, len(parts) + 1, dtype=packed.dtype, device=packed.device)
+    whole = merge_parts(parts[0].unpack(packed), order, order)
     # Of no mass there is no share.
     nothing, entropy, sum_p2 = whole.lse == -torch.inf, whole.entropy, whole.sum_p2
     return replace(
@@ -323,20 +307,22 @@ def _merge(parts: list[Stats], num_columns: list[int]) -> Stats:
     )
 
 
-def _merged(stats: Stats, parts: list[Stats], off: Tensor, variance: Tensor) -> Stats:
+def _merged(stats: Stats, parts: list[tuple[Stats, Stats]], off: Tensor, variance: Tensor) -> Stats:
     """Returns `stats` with entropy and so on from both parts of all blocks.
 
     Args:
         off: [N] nats that the log of a tail's sum is too large by.
         variance: [N] of an 8-bit logit's error: a tail's logits differ more than exact ones do.
     """
-    kept, tail = torch.cat([part.pack() for part in parts], 2).unbind(1)
-    kept, tail = parts[0].unpack(kept), parts[0].unpack(tail)
+    kept, tail = (
+        part[0].unpack(torch.cat([each.pack() for each in part], 1))
+        for part in zip(*parts, strict=True)
+    )
     of_tail = {"lse": tail.lse - off}
     if tail.entropy is not None:
         of_tail["entropy"] = (tail.entropy + 0.5 * variance).masked_fill(tail.lse == -torch.inf, 0)
     if tail.sum_p2 is not None:
         of_tail["sum_p2"] = tail.sum_p2 - variance
-    whole = _merge([kept, replace(tail, **of_tail)], [1, 1])
+    whole = _merge([kept, replace(tail, **of_tail)])
     names = ("entropy", "sum_p2", "max_logit", "target_is_argmax")
     return replace(stats, **{name: getattr(whole, name) for name in names})
