@@ -125,7 +125,7 @@ def _with_copy(setup: Setup) -> LossFunction:
 
 
 def _with_statistics(stats: tuple[Stat, ...], logits: str, setup: Setup) -> LossFunction:
-    """Returns `filtered` with statistics of each token beside the loss."""
+    """Returns the loss, by full or screened logits, with statistics of each token beside it."""
     loss = _our_loss({"gradient": "filtered", "logits": logits, "stats": stats}, setup)
     return lambda *tensors: loss(*tensors).loss
 
