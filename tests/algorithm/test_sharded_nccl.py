@@ -22,6 +22,7 @@ from cce_dist.testing import (
     run_case,
     zipf_inputs,
 )
+from tests.backends.screened_cases import WITH_STATS, check_stats, with_hits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu, pytest.mark.timeout(280)]
 MODES = ("filtered", "exact", "in_forward")
@@ -94,6 +95,13 @@ def test_main_grad_over_nccl(gradient: str) -> None:
     case = Case(inputs, {"gradient": gradient}, main_grad=True, vocab_size=1197).at(TRITON_CUDA)
     case = replace(case, inputs=replace(inputs, targets=inputs.targets % 1197))
     check_outputs(case, run_ranks(case, 2))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_screened_statistics_over_nccl(world_size: int) -> None:
+    inputs = with_hits(zipf_inputs(512, 16384, 128, generator=generator(), dtype=torch.bfloat16))
+    case = Case(inputs, WITH_STATS).at(TRITON_CUDA)
+    check_stats(case, run_ranks(case, world_size))
 
 
 def called_differently(group: dist.ProcessGroup) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from cce_dist import Filter, Screen, linear_cross_entropy
 from cce_dist.testing import (
@@ -16,7 +15,6 @@ from cce_dist.testing import (
     Case,
     Inputs,
     Place,
-    check_promise,
     dense_outputs,
     gaussian_inputs,
     golden_outputs,
@@ -28,47 +26,17 @@ from cce_dist.testing import (
 )
 from tests.backends.screened_cases import (
     EIGHT_BITS,
-    SCREENED,
+    EVERY_STAT,
     WIDE,
-    check_screened,
+    WITH_STATS,
+    check_stats,
     dtype_of,
     error_of,
     generator,
+    with_hits,
 )
 
 pytest.importorskip("triton")
-STATS = ("lse", "screened", "tail_mass", "entropy", "sum_p2", "correct", "logit_moments")
-MOMENTS = ("mean_logit", "variance_logit")
-ALL = {**SCREENED, "stats": STATS}
-
-
-def with_hits(inputs: Inputs, case_options: dict[str, Any] | None = None) -> Inputs:
-    """Makes every second target the token's most probable id."""
-    options = case_options or {}
-    z = inputs.hidden.double() @ inputs.weight.double().T
-    if inputs.bias is not None:
-        z += inputs.bias
-    top = (z * (-1 if options.get("logit_scale", 1) < 0 else 1)).argmax(1)
-    every_second = (torch.arange(len(top)) % 2 == 0) & (inputs.targets >= 0)
-    return replace(inputs, targets=torch.where(every_second, top, inputs.targets))
-
-
-def check_stats(case: Case, outputs: dict[str, Tensor], *, screened: bool = True) -> None:
-    """Entropy and sum_p2 as the promise of 16 bits has them; e4m3's may err twice as much. All
-    columns weigh alike in the moments, whose 8 bits show. `correct` is exact."""
-    check_screened(case, outputs, screened=screened)
-    golden, dense = golden_outputs(case), dense_outputs(case)
-    twice = 2 if case.options["screen"].dtype == "e4m3" else 1
-    for name in ("entropy", "sum_p2"):
-        theirs = golden[name] + twice * (dense[name] - golden[name])
-        check_promise(name, outputs[name], golden[name], theirs, torch.float32)
-    off = {name: (outputs[name] - golden[name]).abs().max() for name in MOMENTS if name in golden}
-    assert float(off["mean_logit"]) <= 3e-3
-    assert float(off["variance_logit"]) <= twice * 4e-3 * float(golden["variance_logit"].max())
-    assert outputs["correct"].equal(golden["correct"].to(outputs["correct"].dtype))
-    assert outputs["correct"].any()
-
-
 OPTIONS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "int8": (None, {}),
     "e4m3": (None, {"screen": replace(WIDE, dtype="e4m3")}),
@@ -89,7 +57,7 @@ def test_statistics_are_as_close_as_dense_16_bit_ones(
         made = 0.5 * torch.randn(3000, generator=generator(1))
         inputs = replace(inputs, bias=made.to(inputs.hidden.dtype))
     inputs = with_hits(inputs.ignoring(generator(4), 0.2), given)
-    case = Case(inputs, {**ALL, **given}).at(place)
+    case = Case(inputs, {**WITH_STATS, **given}).at(place)
     outputs = run_case(None, case)
     check_stats(case, outputs)
     assert float(outputs["tail_mass"].mean()) > 0.003, "nothing was screened"
@@ -101,17 +69,19 @@ def test_statistics_at_odd_shapes(place: Place, bits: str) -> None:
         inputs = gaussian_inputs(
             num_tokens, num_columns, dim, generator=generator(), dtype=dtype_of(place)
         )
-        case = Case(with_hits(inputs), {**ALL, "screen": replace(WIDE, dtype=bits)}).at(place)
+        case = Case(with_hits(inputs), {**WITH_STATS, "screen": replace(WIDE, dtype=bits)}).at(
+            place
+        )
         check_stats(case, run_case(None, case))
 
 
 @pytest.mark.parametrize(**grid(places=PLACES))
 def test_statistics_of_a_call_that_is_computed_in_full(place: Place) -> None:
     inputs = with_hits(zipf_inputs(150, 3000, 40, generator=generator(), dtype=dtype_of(place)))
-    case = Case(inputs, {**ALL, "screen": Screen(max_error=0.0)}, backward=False).at(place)
+    case = Case(inputs, {**WITH_STATS, "screen": Screen(max_error=0.0)}, backward=False).at(place)
     outputs = run_case(None, case)
     check_stats(case, outputs, screened=False)
-    full = replace(case, options={"stats": STATS, "filter": case.options["filter"]}).at(place)
+    full = replace(case, options={"stats": EVERY_STAT, "filter": case.options["filter"]}).at(place)
     expected = run_case(None, full)
     for name in ("entropy", "sum_p2", "correct"):
         torch.testing.assert_close(outputs[name], expected[name], atol=1e-5, rtol=1e-5, msg=name)
@@ -120,16 +90,16 @@ def test_statistics_of_a_call_that_is_computed_in_full(place: Place) -> None:
 @pytest.mark.parametrize(**grid(places=CPU_PLACES, softcap={"linear": None, "softcap": 20.0}))
 def test_statistics_on_a_group(place: Place, softcap: float | None) -> None:
     inputs = with_hits(zipf_inputs(150, 1500, 40, generator=generator(), dtype=torch.float16))
-    options = {**ALL, "softcap": softcap}
+    options = {**WITH_STATS, "softcap": softcap}
     case = Case(inputs, options, bounds=((0, 900), (900, 900), (900, 1500))).at(place)
     check_stats(case, join_ranks(case, shared_pool().run(3, run_case, case)))
 
 
-@pytest.mark.parametrize(**grid(places=CPU_PLACES))
+@pytest.mark.parametrize(**grid(places=PLACES))
 def test_entropy_is_differentiable(place: Place) -> None:
     """Its gradient goes by kept columns and a tail, as that of full logits."""
-    inputs = zipf_inputs(300, 3000, 40, generator=generator(), dtype=torch.float16)
-    options = {**ALL, "filter": Filter(keep=2e-4)}
+    inputs = zipf_inputs(300, 3000, 40, generator=generator(), dtype=dtype_of(place))
+    options = {**WITH_STATS, "filter": Filter(keep=2e-4)}
     case = Case(inputs, options, upstream={"loss": 1024.0, "entropy": 0.1}).at(place)
     outputs, golden, dense = run_case(None, case), golden_outputs(case), dense_outputs(case)
     assert bool(outputs["screened"].all())
@@ -149,7 +119,7 @@ def test_of_equal_logits_the_first_is_correct(place: Place) -> None:
     for targets, expected in ((low, True), (high, False)):
         given = Inputs(inputs.hidden, weight, targets)
         z = given.hidden.double() @ weight.double().T
-        case = Case(given, {**ALL, "stats": ("lse", "screened", "correct")}, backward=False)
+        case = Case(given, {**WITH_STATS, "stats": ("lse", "screened", "correct")}, backward=False)
         outputs = run_case(None, case.at(place))
         assert bool(outputs["screened"].all())
         is_top = z.amax(1) == z.gather(1, targets[:, None])[:, 0]
@@ -160,7 +130,7 @@ def test_of_equal_logits_the_first_is_correct(place: Place) -> None:
 def test_a_largest_logit_in_the_tail_is_found(place: Place) -> None:
     """A filter that keeps targets alone: nothing else is known of the tail than 8 bits say."""
     inputs = with_hits(zipf_inputs(150, 1500, 40, generator=generator(), dtype=torch.float16))
-    options = {**ALL, "filter": Filter(keep=100.0), "screen": Screen("int8", 1.0, 10.0)}
+    options = {**WITH_STATS, "filter": Filter(keep=100.0), "screen": Screen("int8", 1.0, 10.0)}
     case = Case(inputs, options, backward=False).at(place)
     outputs, golden = run_case(None, case), golden_outputs(case)
     assert bool(outputs["screened"].all())
@@ -170,19 +140,19 @@ def test_a_largest_logit_in_the_tail_is_found(place: Place) -> None:
 
 
 LOGITS: dict[str, dict[str, Any]] = {
-    "screened": ALL,
-    "filtered": {"stats": STATS, "filter": ALL["filter"]},
-    "exact": {"stats": STATS, "gradient": "exact"},
+    "screened": WITH_STATS,
+    "filtered": {"stats": EVERY_STAT, "filter": WITH_STATS["filter"]},
+    "exact": {"stats": EVERY_STAT, "gradient": "exact"},
 }
 
 
-@pytest.mark.parametrize(**grid(places=CPU_PLACES, logits=LOGITS))
+@pytest.mark.parametrize(**grid(places=PLACES, logits=LOGITS))
 def test_statistics_keep_nan(place: Place, logits: dict[str, Any]) -> None:
-    inputs = zipf_inputs(40, 900, 24, generator=generator(), dtype=torch.float16)
-    hidden = inputs.hidden.clone()
-    hidden[3, 5] = float("nan")
+    inputs = zipf_inputs(40, 900, 24, generator=generator(), dtype=dtype_of(place))
+    inputs.hidden[3, 5] = float("nan")
+    leaves = (x.to(place.device) for x in (inputs.hidden, inputs.weight, inputs.targets))
     options = {**logits, "reduction": "none", "backend": place.backend}
-    out: Any = linear_cross_entropy(hidden, inputs.weight, inputs.targets, **options)
+    out: Any = linear_cross_entropy(*leaves, **options)
     for value in (out.loss, out.lse, out.entropy, out.sum_p2, *out.logit_moments):
         assert bool(value[3].isnan()) and bool(value[:3].isfinite().all())
     assert not bool(out.correct[3])
