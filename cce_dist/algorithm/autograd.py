@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph
-from torch.autograd.graph import saved_tensors_hooks
 
 from cce_dist.algorithm import in_forward, sharded
 from cce_dist.algorithm.call import Call, GradWeight
@@ -28,8 +27,9 @@ from cce_dist.core.types import (
     accumulate_dtype,
 )
 
-# nll, lse, smooth_logit [N] of the tokens in the slice -> their share of the scalar loss.
-Objective = Callable[[Tensor, Tensor, Tensor | None, slice], Tensor]
+# nll, lse, smooth_logit [N] of the tokens in the slice -> their share of the scalar loss, and its
+# derivatives by these.
+Objective = Callable[[Tensor, Tensor, Tensor | None, slice], tuple[Tensor, Upstream]]
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,6 @@ def _forget_buffer(ctx: Any) -> None:
         ctx.call = replace(ctx.call, grad_weight_into=None)
 
 
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 @dataclass(frozen=True)
 class InForwardGrads:
     """The gradients of one in_forward, for an upstream gradient of 1."""
@@ -245,18 +241,10 @@ class InForward(torch.autograd.Function):
 
         def upstream_of(stats: Stats, at: slice) -> Upstream:
             chunks.append(stats)
-            nll, lse, smooth = (
-                None if x is None else x.detach().requires_grad_()
-                for x in (stats.lse - stats.target_logit, stats.lse, stats.smooth_logit)
-            )
-            assert nll is not None and lse is not None
-            inputs = [x for x in (nll, lse, smooth) if x is not None]
-            # Checkpointing's hooks would run their region again for tensors that are saved here.
-            with torch.enable_grad(), saved_tensors_hooks(_unchanged, _unchanged):
-                value = ctx.objective(nll, lse, smooth, at)
-                grads = torch.autograd.grad(value, inputs, allow_unused=True)
-            loss.add_(value.detach())
-            return Upstream(grads[0], grads[1], grads[2] if smooth is not None else None)
+            nll = stats.lse - stats.target_logit
+            value, upstream = ctx.objective(nll, stats.lse, stats.smooth_logit, at)
+            loss.add_(value)
+            return upstream
 
         grad_weight = rows = None
         if ctx.needs_input_grad[1]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cce_dist.core.types import Picked, accumulate_dtype
+from cce_dist.core.types import Picked, Upstream, accumulate_dtype
 from cce_dist.options import LossOptions
 
 
@@ -143,20 +143,21 @@ class TokenLoss:
             return loss
         return loss / self.denominator
 
-    def total(self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice) -> Tensor:
-        return self.per_token(nll, lse, smooth, at).sum()
+    def total_and_upstream(
+        self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice
+    ) -> tuple[Tensor, Upstream]:
+        """Returns the sum of tokens' losses, and its derivatives, outside of autograd."""
+        total = self.per_token(nll, lse, smooth, at).sum()
+        return total, self.upstream(nll, lse, smooth, at)
 
-    def derivatives(
-        self, nll: Tensor, lse: Tensor, smooth: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns the derivatives of `total` by nll, lse and smooth, [N] each; None stands for 0.
-
-        The pipeline head needs them: it computes outside of autograd.
-        """
+    def upstream(
+        self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice = slice(None)
+    ) -> Upstream:
+        """Returns the derivatives of the sum of tokens' losses by nll, lse and smooth."""
         scale = torch.ones_like(nll) / self.denominator
         if self.token_weight is not None:
-            scale = scale * self.token_weight
-        by_nll = scale if self.target_weight is None else self.target_weight * scale
+            scale = scale * self.token_weight[at]
+        by_nll = scale if self.target_weight is None else self.target_weight[at] * scale
         by_lse = by_smooth = None
         if smooth is not None:
             by_nll = (1 - self.smoothing) * by_nll
@@ -165,4 +166,4 @@ class TokenLoss:
         if self.z_loss:
             square = 2 * self.z_loss * scale * lse
             by_lse = square if by_lse is None else by_lse + square
-        return by_nll, by_lse, by_smooth
+        return Upstream(by_nll, by_lse, by_smooth)

@@ -131,7 +131,7 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
     "loss/test_loss.py::test_linear_cross_entropy_each_option": (
         *("pack_kernel", "count_kernel", "place_kernel", "forward_kernel", "finish_kernel"),
         *("target_products_kernel", "targets_kernel", "upstream_kernel"),
-        *("exact_logits_kernel", "exact_targets_kernel", "exact_products_kernel"),
+        *("exact_logits_kernel", "exact_targets_kernel", "exact_products_kernel", "bad_ref_kernel"),
         *("store_hidden_kernel",),
     ),
     "backends/test_screened_stats.py::test_statistics_are_as_close_as_dense_16_bit_ones": (

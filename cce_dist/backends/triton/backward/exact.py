@@ -17,6 +17,7 @@ from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.filter.kept_logits import Region, tiles_in
 from cce_dist.backends.triton.filter.lists import TILE
 from cce_dist.backends.triton.kernels.backward.exact_logits import (
+    bad_ref_kernel,
     exact_logits_kernel,
     exact_targets_kernel,
 )
@@ -115,11 +116,18 @@ FURTHEST = 16.0
 def _blocks_of_bad_ref(state: BackwardState, ref: Tensor) -> Tensor:
     """Returns [num_blocks + 1] int32: 1 for each block with a token whose reference is a bad bound
     of lse (a sum had overflowed, or nothing was seen yet); last, 1 if there is such a block."""
-    lse = state.per_token.factors[5]
-    counts = torch.arange(len(lse), device=lse.device) < state.count
-    bad_ref = counts & ~((lse - ref).abs() <= FURTHEST)
-    bad_ref = bad_ref.view(-1, TOKEN_BLOCK).any(1)
-    return torch.cat([bad_ref, bad_ref.any(0, keepdim=True)]).int()
+    bad_ref = torch.empty(state.num_blocks + 1, dtype=torch.int32, device=ref.device)
+    start(bad_ref_kernel, (1,))(
+        state.per_token.factors,
+        ref,
+        state.count,
+        bad_ref,
+        state.num_blocks,
+        FURTHEST,
+        TOKENS=TOKEN_BLOCK,
+        BLOCKS=16,
+    )
+    return bad_ref
 
 
 def launch_d_logits(state: BackwardState, hidden: Tensor, region: Region) -> None:

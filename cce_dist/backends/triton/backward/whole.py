@@ -23,9 +23,9 @@ def products_by_torch(state: BackwardState, grads: GradBuffers) -> Callable[[int
 
     Returns: a function that launches a stage of them; `AFTER_HIDDEN` is DDS.
     """
-    assert state.logits is not None
+    assert state.logits is not None and state.logits.packed is not None
     (region,) = state.logits.regions
-    hidden = _packed(state)
+    hidden = state.logits.packed[:, : state.weight.shape[1]]
     d_logits = region.memory[: region.num_columns]
 
     def launch(stage: int) -> None:
@@ -42,14 +42,6 @@ def products_by_torch(state: BackwardState, grads: GradBuffers) -> Callable[[int
             torch.sum(d_logits, 1, dtype=grads.bias.dtype, out=grads.bias)
 
     return launch
-
-
-def _packed(state: BackwardState) -> Tensor:
-    """Returns the hidden states in the order of the blocks, [num_blocks * 128, D]. Tokens that
-    don't count get 0: 0 times NaN would be NaN."""
-    rows = state.per_token.read_rows
-    counts = torch.arange(len(rows), device=rows.device) < state.count
-    return state.hidden.index_select(0, rows).masked_fill_(~counts[:, None], 0)
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:

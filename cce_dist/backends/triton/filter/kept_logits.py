@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from cce_dist.backends.triton.launch.arguments import padded_dim
 from cce_dist.backends.triton.launch.tiles import tiles_for
 from cce_dist.options import TOKEN_BLOCK
 
@@ -40,7 +41,13 @@ class KeptLogits:
 
     regions: tuple[Region, ...]  # the region of the last columns first
     workspace: Tensor | None  # memory of one region, which then serves the columns not kept
-    of_chunk: bool = False  # a single region has all columns, and tokens lie in hidden as they come
+    # Of a chunk of tokens, all of whose columns a single region has: memory of its hidden states as
+    # the forward packs them, [N_padded, D rounded up].
+    packed: Tensor | None = None
+
+    @property
+    def of_chunk(self) -> bool:
+        return self.packed is not None
 
     @property
     def first_column(self) -> int:
@@ -92,12 +99,13 @@ class KeptLogits:
 
     @classmethod
     def make_for_chunk(cls, weight: Tensor, num_tokens: int) -> KeptLogits:
-        """Allots memory for all logits of a chunk of tokens."""
+        """Allots memory for a chunk of tokens: all logits, and hidden states."""
         columns = tiles_for(weight).columns
         padded = triton.cdiv(num_tokens, TOKEN_BLOCK) * TOKEN_BLOCK
         memory = weight.new_empty(triton.cdiv(weight.shape[0], columns) * columns, padded)
         ref = weight.new_empty(padded, dtype=torch.float32)
-        return cls((Region(0, weight.shape[0], memory, ref),), None, of_chunk=True)
+        packed = weight.new_empty(padded, padded_dim(weight))
+        return cls((Region(0, weight.shape[0], memory, ref),), None, packed)
 
 
 def tiles_in(num_bytes: int, weight: Tensor, padded: int) -> int:

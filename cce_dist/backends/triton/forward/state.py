@@ -125,6 +125,7 @@ class ForwardState:
             # The kernel of chunks has no statistics.
             portable = portable or has_extras or wanted.entropy
             portable = portable or not keep_logits.of_chunk or tokens.scale is not None
+        packed = None if keep_logits is None else keep_logits.packed
         groups = 1 if portable else num_groups(weight, tiles)
         splits, segments = 0, 1
         if segment:
@@ -150,7 +151,7 @@ class ForwardState:
             count=count,
             targets=pad_tokens(tokens.local_targets.int(), padded, -1),
             weight=weight,
-            packed=new(padded, padded_dim(weight)),
+            packed=new(padded, padded_dim(weight)) if packed is None else packed,
             shape=torch.empty(3, dtype=torch.int32, device=weight.device),
             segment=segment,
             splits=groups * splits,

@@ -132,6 +132,34 @@ def logits_task(
         tl.store(workspace_ptr + place, grad)
 
 
+@triton.jit
+def bad_ref_kernel(
+    upstream_ptr,  # [7, num_blocks * TOKENS]: see `exact_logits_kernel`
+    ref_ptr,  # [num_blocks * TOKENS]
+    count_ptr,  # [1] int32
+    bad_ref_ptr,  # [num_blocks + 1] int32: see `exact_logits_kernel`; out
+    num_blocks,
+    furthest,  # of a reference from lse, log2
+    TOKENS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Finds the blocks whose kept logits are not usable; NaN is not. One program has all blocks."""
+    count = tl.load(count_ptr)
+    lse_ptr = upstream_ptr + 5 * num_blocks * TOKENS
+    found = 0
+    for first in range(0, num_blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        token = block[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        counts = token < count
+        lse = tl.load(lse_ptr + token, mask=counts, other=0.0)
+        ref = tl.load(ref_ptr + token, mask=counts, other=0.0)
+        is_near = tl.abs(lse - ref) <= furthest
+        bad_ref = tl.max(tl.where(counts & (is_near == 0), 1, 0), 1)
+        tl.store(bad_ref_ptr + block, bad_ref, mask=block < num_blocks)
+        found = tl.maximum(found, tl.max(bad_ref, 0))
+    tl.store(bad_ref_ptr + num_blocks, found)
+
+
 # One binary for every chunk, and for every GPU of an architecture.
 @triton.jit(do_not_specialize=["first_column", "num_columns", "cached_blocks"])
 def exact_logits_kernel(
