@@ -94,6 +94,25 @@ class VocabShard:
         return (targets - self.start).masked_fill(~mine, -1)
 
 
+def dealt_ids(num_ids: int, num_ranks: int, num_rows: int) -> Tensor:
+    """Deals ids out to ranks in turn, in their order, as long as a rank has room.
+
+    Args: num_rows: of a rank. Rank r has the new ids [r * num_rows, (r + 1) * num_rows) that are
+        below num_ids.
+    Returns: [num_ids] int64, the new id of each old one.
+    Raises:
+        ValueError: the ranks have fewer rows than there are ids.
+    """
+    import torch
+
+    if num_ranks * num_rows < num_ids:
+        raise ValueError(
+            f"num_ranks * num_rows must be >= num_ids={num_ids}, got {num_ranks} * {num_rows}"
+        )
+    new_ids = torch.arange(num_ids)
+    return torch.argsort(new_ids % num_rows * num_ranks + new_ids // num_rows)
+
+
 def _require_int(name: str, value: object, minimum: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name} must be an int, got {value!r}")

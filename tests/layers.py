@@ -27,7 +27,7 @@ LAYERS: tuple[dict[str, set[str] | None], ...] = (
     {"planner": set()},
     {"pipeline": {"torch"}},
     {"ahead": {"torch", "triton"}},
-    {"integrations": ANY},
+    {"integrations": ANY, "dealing": ANY},
     {"train": ANY},
     {"testing": {"torch", "triton", "numpy"}},
     {"doctor": {"torch", "triton", "numpy"}},
@@ -44,6 +44,7 @@ ONLY = {
     "backends.triton.kernels": set(),
     "planner": {"core.old_names", "options", "vocab_shard"},
     "integrations": {PUBLIC, "options", "backends"},
+    "dealing": {"vocab_shard"},
     "train": {PUBLIC, "core", "core.old_names", "distributed", "pipeline", "planner"},
     "megatron_patch": {PUBLIC, "pipeline", "planner"},
 }

@@ -42,7 +42,7 @@ RecordPath = Annotated[
 Inputs = Annotated[
     Names,
     typer.Option(
-        help="gaussian, flat, zipf, zipf-shuffled, zipf-interleaved, or a file of `bench capture`; "
+        help="gaussian, flat, zipf, zipf-shuffled, zipf-dealt-RANKS, or a file of `bench capture`; "
         "may be repeated. [zipf]"
     ),
 ]
@@ -120,9 +120,9 @@ def refusals() -> Iterator[None]:
 
 
 def shapes_of(kind: str, texts: Names, tokens: int | None, vocab: int, dim: int) -> list[Shape]:
-    from .inputs import KINDS, Shape, parse_shape
+    from .inputs import Shape, is_made, parse_shape
 
-    if kind not in KINDS:
+    if not is_made(kind):
         # A file has its own vocabulary and hidden size; without `tokens`, all its tokens are used.
         return [Shape(tokens or sys.maxsize, 0, 0)]
     if texts:
@@ -178,7 +178,7 @@ def cases_of(
     Raises:
         ValueError: an argument is wrong; this is checked now.
     """
-    from .inputs import KINDS, make_inputs
+    from .inputs import is_made, make_inputs
 
     wanted, where = dtype_of(dtype), device_of(device)
     LossOptions(softcap=softcap)  # refuses other values
@@ -190,9 +190,7 @@ def cases_of(
 
     cases = []
     for kind in inputs or ["zipf"]:
-        if kind not in KINDS and not Path(kind).is_file():
-            raise ValueError(f"inputs must be one of {sorted(KINDS)} or a file, got {kind!r}")
-        if not (vocab if kind in KINDS else is_zipfile(kind)):
+        if not (vocab if is_made(kind) else is_zipfile(kind)):
             raise ValueError(f"inputs must be a file of `cce-dist bench capture`, got {kind!r}")
         for parsed in shapes_of(kind, shape, tokens, vocab, dim):
             cases.append(partial(make, kind, parsed))

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cce_dist.vocab_shard import dealt_ids
+
 # Vocabulary and hidden size of the heads in Cut Cross-Entropy, arXiv:2411.09009, tables 1 and A2,
 # and of those that `cce-dist bench heads` measures.
 MODELS = {
@@ -32,9 +34,9 @@ MODELS = {
 # Number of tokens in the paper.
 MODEL_TOKENS = 8192
 
-KINDS = ("gaussian", "flat", "zipf", "zipf-shuffled", "zipf-interleaved")
-# Number of ranks that "zipf-interleaved" deals the vocabulary out to.
-DEALT_TO = 4
+KINDS = ("gaussian", "flat", "zipf", "zipf-shuffled")
+# The same with ids dealt out to so many ranks.
+DEALT = re.compile(r"zipf-dealt-([1-9]\d*)")
 # Standard deviation of a new model's weight, and of the weight of "flat".
 INIT_STD = 0.02
 IGNORE_INDEX = -100
@@ -145,6 +147,20 @@ class BenchInputs:
         return replace(self, targets=targets)
 
 
+def is_made(kind: str) -> bool:
+    """Tells whether `make_inputs` makes this kind, rather than reads the file of this path.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if kind in KINDS or DEALT.fullmatch(kind):
+        return True
+    if not Path(kind).is_file():
+        known = f"{sorted(KINDS)}, zipf-dealt-RANKS or a file"
+        raise ValueError(f"inputs must be one of {known}, got {kind!r}")
+    return False
+
+
 def make_inputs(
     kind: str,
     shape: Shape,
@@ -160,15 +176,13 @@ def make_inputs(
 
     Args:
         kind: "gaussian"; "flat" (a new model's softmax); "zipf" (frequent tokens come first);
-            "zipf-shuffled" (frequent tokens are anywhere in the vocabulary); "zipf-interleaved"
-            (each of four ranks has every fourth token, its frequent ones first); or a file's path.
+            "zipf-shuffled" (frequent tokens are anywhere in the vocabulary); "zipf-dealt-4" (as
+            `cce-dist vocab deal` gives four ranks the ids); or a file's path.
     Raises:
         ValueError: `kind` is neither a known kind nor such a file.
     """
     device = torch.device(device)
-    if kind not in KINDS:
-        if not Path(kind).is_file():
-            raise ValueError(f"inputs must be one of {sorted(KINDS)} or a file, got {kind!r}")
+    if not is_made(kind):
         stored = torch.load(kind, weights_only=True, map_location=device)
         if not isinstance(stored, dict) or not {"hidden", "weight", "targets"} <= set(stored):
             raise ValueError(f"inputs must be a file of `cce-dist bench capture`, got {kind!r}")
@@ -187,9 +201,10 @@ def make_inputs(
         inputs = BenchInputs(kind, *drawn)
         if kind == "zipf":
             return inputs
-        order = torch.arange(vocab_size, device=device)
-        if kind == "zipf-interleaved":
-            return _renamed(inputs, torch.sort(order % DEALT_TO, stable=True).indices)
+        if dealt := DEALT.fullmatch(kind):
+            ranks = int(dealt[1])
+            new_ids = dealt_ids(vocab_size, ranks, -(-vocab_size // ranks))
+            return _renamed(inputs, new_ids.argsort().to(device))
         return _renamed(inputs, torch.randperm(vocab_size, generator=generator, device=device))
     hidden = torch.randn(num_tokens, dim, generator=generator, device=device)
     weight = torch.randn(vocab_size, dim, generator=generator, device=device)

@@ -18,6 +18,7 @@ from .compile import compile_command
 from .doctor import doctor
 from .eval import evaluate
 from .plan import app as plan_app
+from .vocab import app as vocab_app
 
 app = typer.Typer(
     help="Train with, and measure, a loss whose vocabulary is sharded over ranks.",
@@ -117,4 +118,5 @@ app.command("doctor")(doctor)
 app.command("eval")(evaluate)
 app.add_typer(bench_app, name="bench")
 app.add_typer(plan_app, name="plan")
+app.add_typer(vocab_app, name="vocab")
 add_checkout_commands(app, REPORT)

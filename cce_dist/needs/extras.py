@@ -16,6 +16,7 @@ EXTRAS = {
     "pydantic": "train",
     "pydantic_core": "train",
     "rich": CORE,
+    "safetensors": "transformers",
     "tensorboard": "tensorboard",
     "tokenizers": "train",
     "torch": CORE,
@@ -68,5 +69,5 @@ def requirement(extra: str) -> str:
 
 
 def _subcommand(arguments: list[str]) -> list[str]:
-    words = arguments[: 2 if arguments[:1] in (["bench"], ["plan"]) else 1]
+    words = arguments[: 2 if arguments[:1] in (["bench"], ["plan"], ["vocab"]) else 1]
     return [word for word in words if not word.startswith("-")]

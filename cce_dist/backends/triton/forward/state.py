@@ -125,7 +125,6 @@ class ForwardState:
             # The kernel of chunks has no statistics.
             portable = portable or has_extras or wanted.entropy
             portable = portable or not keep_logits.of_chunk or tokens.scale is not None
-        packed = None if keep_logits is None else keep_logits.packed
         groups = 1 if portable else num_groups(weight, tiles)
         splits, segments = 0, 1
         if segment:
@@ -151,7 +150,7 @@ class ForwardState:
             count=count,
             targets=pad_tokens(tokens.local_targets.int(), padded, -1),
             weight=weight,
-            packed=new(padded, padded_dim(weight)) if packed is None else packed,
+            packed=_memory_of_packed(weight, padded, keep_logits),
             shape=torch.empty(3, dtype=torch.int32, device=weight.device),
             segment=segment,
             splits=groups * splits,
@@ -377,3 +376,10 @@ def _scale_of(tokens: Tokens, head: Head, padded: int) -> float | Tensor:
     if tokens.scale is None:
         return head.logit_scale
     return pad_tokens(tokens.scale * head.logit_scale, padded, 1.0)
+
+
+def _memory_of_packed(weight: Tensor, padded: int, keep_logits: KeptLogits | None) -> Tensor:
+    """Returns [padded, D rounded up]: a chunk's backward reads it too, and holds it."""
+    if keep_logits is not None and keep_logits.packed is not None:
+        return keep_logits.packed
+    return weight.new_empty(padded, padded_dim(weight))

@@ -146,7 +146,7 @@ def bad_ref_kernel(
     """Finds the blocks whose kept logits are not usable; NaN is not. One program has all blocks."""
     count = tl.load(count_ptr)
     lse_ptr = upstream_ptr + 5 * num_blocks * TOKENS
-    found = 0
+    any_bad = 0
     for first in range(0, num_blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
         token = block[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
@@ -156,8 +156,8 @@ def bad_ref_kernel(
         is_near = tl.abs(lse - ref) <= furthest
         bad_ref = tl.max(tl.where(counts & (is_near == 0), 1, 0), 1)
         tl.store(bad_ref_ptr + block, bad_ref, mask=block < num_blocks)
-        found = tl.maximum(found, tl.max(bad_ref, 0))
-    tl.store(bad_ref_ptr + num_blocks, found)
+        any_bad = tl.maximum(any_bad, tl.max(bad_ref, 0))
+    tl.store(bad_ref_ptr + num_blocks, any_bad)
 
 
 # One binary for every chunk, and for every GPU of an architecture.

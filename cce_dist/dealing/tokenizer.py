@@ -1,0 +1,143 @@
+"""A tokenizer's files under new ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Files that have the ids of a tokenizer in another form; tokenizer.json has all that they say.
+OTHER_FORMS = (
+    "added_tokens.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "tekken.json",
+    "tiktoken.model",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
+_BY_DICT = ("BPE", "WordLevel", "WordPiece")
+# A sample is as many neighbouring ids as this, as text.
+SAMPLE = 32
+
+
+def num_tokens(spec: dict[str, Any]) -> int:
+    """Returns the number of ids that may be dealt, those from 0 on.
+
+    Args: spec: of a tokenizer.json.
+    Raises:
+        ValueError: the tokenizer is of an unknown kind, or leaves ids out.
+    """
+    model = spec["model"]
+    kind = model.get("type")
+    if kind == "Unigram":
+        # The place in its list is a piece's id, and tokens that were added come after all of them.
+        return len(model["vocab"])
+    if kind not in _BY_DICT:
+        raise ValueError(f"tokenizer.json must have a BPE, Unigram or word model, got {kind!r}")
+    ids = {*model["vocab"].values(), *(token["id"] for token in spec["added_tokens"])}
+    missing = set(range(max(ids, default=-1) + 1)) - ids
+    if missing:
+        raise ValueError(f"tokenizer.json must leave no id out, got no token of {min(missing)}")
+    return len(ids)
+
+
+def rename_spec(spec: dict[str, Any], new_ids: Sequence[int]) -> dict[str, Any]:
+    """Returns a tokenizer.json under new ids. Args: new_ids: of every old id that the file has."""
+    model = dict(spec["model"])
+    added = [{**token, "id": new_ids[token["id"]]} for token in spec["added_tokens"]]
+    if model["type"] == "Unigram":
+        pieces: list[Any] = [None] * len(model["vocab"])
+        for old, piece in enumerate(model["vocab"]):
+            pieces[new_ids[old]] = piece
+        model["vocab"] = pieces
+        if model.get("unk_id") is not None:
+            model["unk_id"] = new_ids[model["unk_id"]]
+    else:
+        vocab = {token: new_ids[old] for token, old in model["vocab"].items()}
+        # An added token that the model lacks would get the first id after the model's.
+        vocab.update((token["content"], token["id"]) for token in added)
+        model["vocab"] = dict(sorted(vocab.items(), key=lambda item: item[1]))
+    padding = spec.get("padding")
+    if padding is not None:
+        padding = {**padding, "pad_id": new_ids[padding["pad_id"]]}
+    return {
+        **spec,
+        "model": model,
+        "added_tokens": sorted(added, key=lambda token: token["id"]),
+        "post_processor": _renamed_processor(spec.get("post_processor"), new_ids),
+        "padding": padding,
+    }
+
+
+def _renamed_processor(
+    processor: dict[str, Any] | None, new_ids: Sequence[int]
+) -> dict[str, Any] | None:
+    if processor is None:
+        return None
+    kind = processor["type"]
+    if kind == "Sequence":
+        parts = [_renamed_processor(part, new_ids) for part in processor["processors"]]
+        return {**processor, "processors": parts}
+    if kind == "TemplateProcessing":
+        special = {
+            name: {**token, "ids": [new_ids[i] for i in token["ids"]]}
+            for name, token in processor["special_tokens"].items()
+        }
+        return {**processor, "special_tokens": special}
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        pairs = {name: [processor[name][0], new_ids[processor[name][1]]] for name in ("sep", "cls")}
+        return {**processor, **pairs}
+    return processor
+
+
+def rename_settings(settings: dict[str, Any], new_ids: Sequence[int]) -> dict[str, Any]:
+    """Returns a tokenizer_config.json under new ids."""
+    added = settings.get("added_tokens_decoder")
+    if not added:
+        return settings
+    renamed = {str(new_ids[int(old)]): token for old, token in added.items()}
+    return {**settings, "added_tokens_decoder": renamed}
+
+
+def check_tokenizers(old: Path, new: Path, new_ids: Sequence[int]) -> int:
+    """Compares two folders' tokenizers, as transformers loads them, at every id and on samples of
+    text made of them.
+
+    Returns: the number of samples.
+    Raises:
+        ValueError: the second is not the first under new ids.
+    """
+    from transformers import AutoTokenizer
+
+    before, after = (AutoTokenizer.from_pretrained(str(folder)) for folder in (old, new))
+    for token, id in before.get_vocab().items():
+        renamed = after.convert_tokens_to_ids(token)
+        if id >= len(new_ids) or renamed != new_ids[id]:
+            raise ValueError(f"{token!r}, {id}, must be an id that can be renamed, got {renamed}")
+    count = 0
+    for first in range(0, len(before), SAMPLE):
+        ids = range(first, min(first + SAMPLE, len(before)))
+        for text in (before.decode(list(ids)), " ".join(before.decode([id]) for id in ids)):
+            expected = [new_ids[id] for id in before(text).input_ids]
+            renamed = after(text).input_ids
+            if renamed != expected:
+                raise ValueError(
+                    f"the renamed tokenizer must have {expected} for {text!r}, got {renamed}"
+                )
+            count += 1
+    return count
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises: ValueError: the file is no JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must be a JSON object, got a {type(content).__name__}")
+    return content

@@ -1,0 +1,287 @@
+"""Models and tokenizers of transformers whose ids are dealt out to ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cce_dist.cli.main import app
+from cce_dist.dealing.deal import deal
+from cce_dist.vocab_shard import VocabShard, dealt_ids
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+from tests.integrations.architectures import make, prepared  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs/guide").glob("*.md"))]
+SAMPLE = "Ranks share the vocabulary: 3.5 GiB, naïve Ω, 你好, <s>[CLS] and 🤗\n\n  def f(x): ..."
+SPECIAL = {"unk": "<unk>", "bos": "<s>", "eos": "</s>", "pad": "<pad>"}
+
+
+def byte_level(size: int, special: list[str]) -> Any:
+    """As Llama 3's: special tokens are added after the model's."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size - len(special), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.add_special_tokens(special)
+    tokenizer.post_processor = tokenizers.processors.Sequence(
+        [
+            tokenizers.processors.ByteLevel(trim_offsets=False),
+            tokenizers.processors.TemplateProcessing(
+                single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+            ),
+        ]
+    )
+    return tokenizer
+
+
+def word_piece(size: int, special: list[str]) -> Any:
+    special = [*special, "[CLS]", "[SEP]"]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    trainer = tokenizers.trainers.WordPieceTrainer(
+        vocab_size=size, special_tokens=special, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    pairs = [(name, tokenizer.token_to_id(name)) for name in ("[SEP]", "[CLS]")]
+    tokenizer.post_processor = tokenizers.processors.BertProcessing(*pairs)
+    tokenizer.enable_padding(pad_id=tokenizer.token_to_id("<pad>"), pad_token="<pad>")
+    return tokenizer
+
+
+def unigram(size: int, special: list[str]) -> Any:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.UnigramTrainer(
+        vocab_size=size, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+KINDS: dict[str, Callable[[int, list[str]], Any]] = {
+    "byte_level": byte_level,
+    "word_piece": word_piece,
+    "unigram": unigram,
+}
+
+
+def save(folder: Path, kind: str, model_type: str = "llama", rows: int = 0, **changes: Any) -> Path:
+    """Saves a tiny model and a tokenizer that has learned the guide's text."""
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=KINDS[kind](400, list(SPECIAL.values())),
+        **{f"{name}_token": token for name, token in SPECIAL.items()},
+    )
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos")}
+    ids["pad_token_id"] = tokenizer.pad_token_id
+    torch.manual_seed(0)
+    model = prepared(make(model_type, vocab_size=rows or len(tokenizer), **ids, **changes))
+    model.generation_config.update(**ids, bad_words_ids=[[7, 8], [9]])
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(folder)).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(str(folder))
+
+
+def check_same(old: Path, new: Path) -> None:
+    """The same text has the same tokens, probabilities and continuation."""
+    (model, tokenizer), (renamed, other) = load(old), load(new)
+    new_ids = torch.from_numpy(np.load(new / "new_ids.npy"))
+    assert new_ids.sort().values.equal(torch.arange(model.config.vocab_size))
+    for text in (SAMPLE, TEXTS[0][:300]):
+        ids, found = (each(text, return_tensors="pt").input_ids for each in (tokenizer, other))
+        assert found.equal(new_ids[ids])
+        assert other.decode(found[0]) == tokenizer.decode(ids[0])
+        with torch.no_grad():
+            logits, moved = model(ids[:, :48]).logits, renamed(found[:, :48]).logits
+        assert moved[..., new_ids].equal(logits)
+    for name in ("bos", "eos", "pad"):
+        assert getattr(other, f"{name}_token") == getattr(tokenizer, f"{name}_token")
+        of_config = getattr(model.config, f"{name}_token_id")
+        if of_config is not None:
+            assert getattr(renamed.config, f"{name}_token_id") == new_ids[of_config]
+    assert renamed.generation_config.bad_words_ids == [
+        new_ids[word].tolist() for word in model.generation_config.bad_words_ids
+    ]
+    start = tokenizer("Ranks share", return_tensors="pt").input_ids
+    options = {"max_new_tokens": 8, "do_sample": False}
+    answers = [tokenizer.decode(model.generate(start, **options)[0])]
+    answers.append(other.decode(renamed.generate(new_ids[start], **options)[0]))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_each_tokenizer(tmp_path: Path, kind: str, ranks: int) -> None:
+    old = save(tmp_path / "old", kind)
+    dealt = deal(old, tmp_path / "new", ranks=ranks)
+    assert dealt.num_ids == 400 and dealt.num_rows == 400 // ranks and dealt.samples == 26
+    check_same(old, tmp_path / "new")
+    # Each rank has every other, or every eighth, of the first ids.
+    new_ids = np.load(tmp_path / "new/new_ids.npy")
+    assert (new_ids[:ranks] // dealt.num_rows).tolist() == list(range(ranks))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "tensors"),
+    [
+        ("llama", {"tie_word_embeddings": True}, 1),
+        ("gemma2", {}, 1),
+        ("phi", {}, 3),  # its head has a bias
+        ("gpt2", {}, 1),
+        ("qwen3_moe", {}, 2),
+    ],
+)
+def test_each_head(tmp_path: Path, model_type: str, changes: dict[str, Any], tensors: int) -> None:
+    old = save(tmp_path / "old", "byte_level", model_type, **changes)
+    dealt = deal(old, tmp_path / "new", ranks=4)
+    assert len(dealt.tensors) == tensors
+    check_same(old, tmp_path / "new")
+
+
+def test_rows_beyond_the_tokens_stay_where_they_are(tmp_path: Path) -> None:
+    old = save(tmp_path / "old", "byte_level", rows=430)
+    dealt = deal(old, tmp_path / "new", ranks=2, divisible_by=128)
+    assert (dealt.num_ids, dealt.num_rows) == (400, 256)
+    new_ids = np.load(tmp_path / "new/new_ids.npy")
+    assert new_ids[400:].tolist() == list(range(400, 430))
+    assert new_ids[:5].tolist() == [0, 256, 1, 257, 2]
+    check_same(old, tmp_path / "new")
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    old = save(tmp_path / "old", "byte_level")
+    (old / "model.safetensors").unlink()
+    assert deal(old, tmp_path / "new", ranks=2).tensors == ()
+    assert not list((tmp_path / "new").glob("*.safetensors"))
+
+
+def test_files_of_other_forms_do_not_stay(tmp_path: Path) -> None:
+    old = save(tmp_path / "old", "byte_level")
+    (old / "vocab.json").write_text("{}")
+    (old / "LICENSE").write_text("free")
+    deal(old, tmp_path / "new", ranks=2)
+    assert not (tmp_path / "new/vocab.json").exists()
+    assert (tmp_path / "new/LICENSE").read_text() == "free"
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def add_tensor(old: Path, name: str, *shape: int) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = old / "model.safetensors"
+    save_file({**load_file(path), name: torch.zeros(shape)}, path, {"format": "pt"})
+
+
+def leave_out(old: Path) -> None:
+    path = old / "tokenizer.json"
+    spec = json.loads(path.read_text())
+    del spec["model"]["vocab"][next(iter(spec["model"]["vocab"]))]
+    path.write_text(json.dumps(spec))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "quantized": (
+        lambda old: edit(old / "config.json", quantization_config={"quant_method": "fp8"}),
+        "must have no quantization_config",
+    ),
+    "code": (lambda old: edit(old / "config.json", auto_map={"AutoModel": "m.M"}), "'auto_map'"),
+    "mixed": (
+        lambda old: edit(old / "generation_config.json", forced_decoder_ids=[[1, 7]]),
+        "generation_config.json: 'forced_decoder_ids' must not be set",
+    ),
+    "unknown_rows": (
+        lambda old: add_tensor(old, "model.more.weight", 400, 3),
+        "model.more.weight must have no dim of 400",
+    ),
+    "too_few_rows": (
+        lambda old: edit(old / "config.json", vocab_size=390, pad_token_id=None),
+        "a row for each of 400 ids, got 390",
+    ),
+    "pickled": (
+        lambda old: (old / "model.safetensors").rename(old / "pytorch_model.bin"),
+        "in safetensors, got pytorch_model.bin",
+    ),
+    "no_tokenizer": (lambda old: (old / "tokenizer.json").unlink(), "with tokenizer.json"),
+    "hole": (leave_out, "must leave no id out, got no token of"),
+    "not_json": (lambda old: (old / "tokenizer.json").write_text("{"), "must be JSON"),
+    "not_an_object": (lambda old: (old / "config.json").write_text("[]"), "a JSON object"),
+}
+
+
+@pytest.mark.parametrize("spoil", REFUSED)
+def test_what_cannot_be_renamed_is_refused(tmp_path: Path, spoil: str) -> None:
+    change, message = REFUSED[spoil]
+    change(save(tmp_path / "old", "byte_level"))
+    command = ["vocab", "deal", str(tmp_path / "old"), "--ranks", "2"]
+    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "new")])
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old"], "something is left behind"
+
+
+def test_arguments(tmp_path: Path) -> None:
+    old = save(tmp_path / "old", "byte_level")
+    with pytest.raises(ValueError, match="ranks must be >= 2, got 1"):
+        deal(old, tmp_path / "new", ranks=1)
+    with pytest.raises(ValueError, match="divisible_by must be >= 1, got 0"):
+        deal(old, tmp_path / "new", ranks=2, divisible_by=0)
+    with pytest.raises(ValueError, match="out must not exist"):
+        deal(old, old, ranks=2)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    old, new = save(tmp_path / "old", "byte_level"), tmp_path / "some" / "new"
+    result = CliRunner().invoke(
+        app, ["vocab", "deal", str(old), "--ranks", "4", "--out", str(new)], env={"COLUMNS": "200"}
+    )
+    assert result.exit_code == 0, result.output
+    assert "400 ids dealt out to 4 ranks of 100 rows" in result.output
+    assert "lm_head.weight, model.embed_tokens.weight" in result.output
+    check_same(old, new)
+
+
+@hypothesis.given(
+    num_ids=st.integers(1, 300), num_ranks=st.integers(1, 9), extra=st.integers(0, 40)
+)
+def test_each_rank_has_as_many_of_the_first_ids(num_ids: int, num_ranks: int, extra: int) -> None:
+    num_rows = -(-num_ids // num_ranks) + extra
+    new_ids = dealt_ids(num_ids, num_ranks, num_rows)
+    assert new_ids.sort().values.equal(torch.arange(num_ids))
+    shards = [VocabShard.even(num_rows, rank, num_ranks) for rank in range(num_ranks)]
+    room = [max(0, min(shard.stop, num_ids) - shard.start) for shard in shards]
+    for first in range(0, num_ids, 7):
+        counts = torch.bincount(new_ids[:first] // num_rows, minlength=num_ranks).tolist()
+        open_ranks = [count for count, most in zip(counts, room, strict=True) if count < most]
+        assert not open_ranks or max(open_ranks) - min(open_ranks) <= 1
+    for rank in range(num_ranks):
+        mine = new_ids[new_ids // num_rows == rank]
+        assert mine.equal(mine.sort().values), "a rank's ids keep their order"
+
+
+def test_ranks_without_room_for_the_ids() -> None:
+    with pytest.raises(ValueError, match="must be >= num_ids=10, got 3 \\* 3"):
+        dealt_ids(10, 3, 3)
