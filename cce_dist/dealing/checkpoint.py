@@ -48,8 +48,8 @@ def vocabulary_of(model: Path) -> tuple[int, set[str]]:
     each id: embedding, head, the head's bias. Makes no weights.
 
     Raises:
-        ValueError: transformers has no causal language model of this kind, or its head is no
-            linear map of V rows.
+        ValueError: transformers has no causal language model of this kind, its head is no linear
+            map of V rows, or another tensor has a dim of V.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -60,7 +60,9 @@ def vocabulary_of(model: Path) -> tuple[int, set[str]]:
     with torch.device("meta"):
         causal = AutoModelForCausalLM.from_config(config)
     embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
-    parts = [embedding.weight, head.weight, getattr(head, "bias", None)]
+    if not isinstance(head, torch.nn.Linear):
+        raise ValueError(f"the head must be a torch.nn.Linear, got a {type(head).__name__}")
+    parts = [embedding.weight, head.weight, head.bias]
     num_rows = embedding.weight.shape[0]
     if head.weight.shape[0] != num_rows:
         raise ValueError(

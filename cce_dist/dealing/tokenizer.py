@@ -46,9 +46,13 @@ def num_tokens(spec: dict[str, Any]) -> int:
 
 
 def rename_spec(spec: dict[str, Any], new_ids: Sequence[int]) -> dict[str, Any]:
-    """Returns a tokenizer.json under new ids. Args: new_ids: of every old id that the file has."""
+    """Returns a tokenizer.json under new ids.
+
+    Raises:
+        ValueError: an added token's id has no new one: the model has no row for it.
+    """
     model = dict(spec["model"])
-    added = [{**token, "id": new_ids[token["id"]]} for token in spec["added_tokens"]]
+    added = [{**token, "id": _new_id(token["id"], new_ids)} for token in spec["added_tokens"]]
     if model["type"] == "Unigram":
         pieces: list[Any] = [None] * len(model["vocab"])
         for old, piece in enumerate(model["vocab"]):
@@ -95,12 +99,18 @@ def _renamed_processor(
 
 
 def rename_settings(settings: dict[str, Any], new_ids: Sequence[int]) -> dict[str, Any]:
-    """Returns a tokenizer_config.json under new ids."""
+    """Returns a tokenizer_config.json under new ids. Raises: as `rename_spec`."""
     added = settings.get("added_tokens_decoder")
     if not added:
         return settings
-    renamed = {str(new_ids[int(old)]): token for old, token in added.items()}
+    renamed = {str(_new_id(int(old), new_ids)): token for old, token in added.items()}
     return {**settings, "added_tokens_decoder": renamed}
+
+
+def _new_id(old: int, new_ids: Sequence[int]) -> int:
+    if old >= len(new_ids):
+        raise ValueError(f"token ids must be below the model's {len(new_ids)} rows, got {old}")
+    return new_ids[old]
 
 
 def check_tokenizers(old: Path, new: Path, new_ids: Sequence[int]) -> int:

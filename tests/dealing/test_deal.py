@@ -221,6 +221,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda old: edit(old / "config.json", vocab_size=390, pad_token_id=None),
         "a row for each of 400 ids, got 390",
     ),
+    "added_beyond_the_rows": (
+        lambda old: edit(
+            old / "tokenizer_config.json", added_tokens_decoder={"400": {"content": "<more>"}}
+        ),
+        "token ids must be below the model's 400 rows, got 400",
+    ),
     "pickled": (
         lambda old: (old / "model.safetensors").rename(old / "pytorch_model.bin"),
         "in safetensors, got pytorch_model.bin",
