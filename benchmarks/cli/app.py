@@ -57,7 +57,7 @@ def first_call_command(
     from cce_dist.bench.report import Report
 
     with arg.refusals():
-        shapes = arg.shapes_of("zipf", shape, tokens, vocab, dim)
+        shapes = arg.shapes_of(shape, tokens, vocab, dim)
     gradients = gradient or ["filtered", "exact", "in_forward"]
     report = Report(arg.machine_of(device, 0), csv_path, json_path)
     for parsed in shapes:
@@ -149,13 +149,13 @@ def rollout_command(
     ratio of the probabilities, its spread, and the share of tokens where it is more than 10 % off.
     """
     from benchmarks.rollout import bench_rollout
-    from cce_dist.bench.inputs import make_inputs
+    from cce_dist.bench.inputs import is_made, make_inputs
     from cce_dist.bench.report import Cells, Report
 
     report = Report(arg.machine_of(device, 0), csv_path, json_path)
     for kind in inputs:
         with arg.refusals():
-            (shape,) = arg.shapes_of(kind, None, tokens, vocab, dim)
+            (shape,) = arg.shapes_of(None, tokens, vocab, dim, of_file=not is_made(kind))
             drawn = make_inputs(kind, shape, device=device)
             rows = bench_rollout(drawn, top_p=top_p, temperature=temperature)
         cells: Cells = {**drawn.description, "top_p": top_p, "temperature": temperature}

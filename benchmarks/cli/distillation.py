@@ -81,7 +81,7 @@ def distill_command(
                 "inputs and teacher-inputs must be given together, got "
                 f"inputs={inputs} and teacher-inputs={teacher_inputs}"
             )
-        shapes = arg.shapes_of("zipf" if inputs is None else "file", shape, tokens, vocab, dim)
+        shapes = arg.shapes_of(shape, tokens, vocab, dim, of_file=inputs is not None)
         where, wanted = arg.device_of(device), arg.dtype_of(dtype)
     settings = Settings(
         repeats, budget_seconds=budget_seconds, timeout_seconds=peer_timeout_seconds
@@ -159,7 +159,7 @@ def distill_ranks_command(
         names = method or ["filtered"]
         if unknown := sorted(set(names) - set(get_args(GradientOfBoth))):
             raise ValueError(f"method must be filtered or exact, got {unknown}")
-        shapes, wanted = arg.shapes_of("zipf", shape, tokens, vocab, dim), arg.dtype_of(dtype)
+        shapes, wanted = arg.shapes_of(shape, tokens, vocab, dim), arg.dtype_of(dtype)
         context = joined(device, timeout_seconds)
     with arg.refusals(), context as job:
         sizes = size or [n for n in range(1, job.size + 1) if job.size % n == 0]

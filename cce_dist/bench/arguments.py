@@ -119,10 +119,12 @@ def refusals() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from None
 
 
-def shapes_of(kind: str, texts: Names, tokens: int | None, vocab: int, dim: int) -> list[Shape]:
-    from .inputs import Shape, is_made, parse_shape
+def shapes_of(
+    texts: Names, tokens: int | None, vocab: int, dim: int, *, of_file: bool = False
+) -> list[Shape]:
+    from .inputs import Shape, parse_shape
 
-    if not is_made(kind):
+    if of_file:
         # A file has its own vocabulary and hidden size; without `tokens`, all its tokens are used.
         return [Shape(tokens or sys.maxsize, 0, 0)]
     if texts:
@@ -190,9 +192,10 @@ def cases_of(
 
     cases = []
     for kind in inputs or ["zipf"]:
-        if not (vocab if is_made(kind) else is_zipfile(kind)):
+        of_file = not is_made(kind)
+        if not (is_zipfile(kind) if of_file else vocab):
             raise ValueError(f"inputs must be a file of `cce-dist bench capture`, got {kind!r}")
-        for parsed in shapes_of(kind, shape, tokens, vocab, dim):
+        for parsed in shapes_of(shape, tokens, vocab, dim, of_file=of_file):
             cases.append(partial(make, kind, parsed))
     return cases
 
