@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cce_dist.dealing.checkpoint import PICKLED, rename_config, rename_weights, vocabulary_of
 from cce_dist.dealing.tokenizer import (
     OTHER_FORMS,
-    check_tokenizers,
     num_tokens,
     read_json,
-    rename_settings,
-    rename_spec,
+    write_json,
+    write_tokenizer,
 )
 from cce_dist.vocab_shard import dealt_ids
 
@@ -72,8 +69,7 @@ def deal(model: Path, out: Path, *, ranks: int, divisible_by: int = 1) -> Dealt:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     vocab_size, names = vocabulary_of(model)
-    spec = read_json(model / "tokenizer.json")
-    num_ids = num_tokens(spec)
+    num_ids = num_tokens(read_json(model / "tokenizer.json"))
     if num_ids > vocab_size:
         raise ValueError(f"the model must have a row for each of {num_ids} ids, got {vocab_size}")
     padded = -(-vocab_size // (divisible_by * ranks)) * divisible_by * ranks
@@ -87,13 +83,9 @@ def deal(model: Path, out: Path, *, ranks: int, divisible_by: int = 1) -> Dealt:
     try:
         _copy_others(model, part)
         for name, config in configs.items():
-            _write_json(part / name, rename_config(config, new_ids))
-        _write_json(part / "tokenizer.json", rename_spec(spec, new_ids))
-        settings = model / "tokenizer_config.json"
-        if settings.is_file():
-            _write_json(part / settings.name, rename_settings(read_json(settings), new_ids))
+            write_json(part / name, rename_config(config, new_ids))
         np.save(part / NEW_IDS, new)
-        samples = check_tokenizers(model, part, new_ids)
+        samples = write_tokenizer(model, part, new_ids)
         old_ids = torch.from_numpy(new).argsort()
         tensors = rename_weights(model, part, names, vocab_size, old_ids)
         part.rename(out)
@@ -109,7 +101,3 @@ def _copy_others(model: Path, out: Path) -> None:
     for path in sorted(model.iterdir()):
         if path.is_file() and path.name not in written and not any(map(path.match, kinds)):
             shutil.copy2(path, out / path.name)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

@@ -22,6 +22,31 @@ OTHER_FORMS = (
 _BY_DICT = ("BPE", "WordLevel", "WordPiece")
 # A sample is as many neighbouring ids as this, as text.
 SAMPLE = 32
+# Scripts, spaces, a character for private use: most vocabularies have no token for some of it.
+UNSEEN = "naïve Ωμέγα, Жук; عين नमस्ते 你好 こんにちは 한글 🤗🏽 x\u00a0y\ue000z \t\n\n   a_b=-1.5e+3"
+# Of transformers: it takes tokenizer.json as it is. A model's own class may have ids in its code:
+# T5's says that the unknown token is 2.
+PLAIN_CLASS = "PreTrainedTokenizerFast"
+
+
+def write_tokenizer(model: Path, out: Path, new_ids: Sequence[int]) -> int:
+    """Writes a tokenizer under new ids, and checks it as `check_tokenizers` does.
+
+    The class in tokenizer_config.json stays, if it takes the new ids; else it is PLAIN_CLASS.
+
+    Returns: the number of samples of text.
+    Raises:
+        ValueError: an id has no row, or neither class has the old tokens under new ids.
+    """
+    spec, settings = read_json(model / "tokenizer.json"), model / "tokenizer_config.json"
+    write_json(out / "tokenizer.json", rename_spec(spec, new_ids))
+    renamed = rename_settings(read_json(settings) if settings.is_file() else {}, new_ids)
+    write_json(out / settings.name, renamed)
+    try:
+        return check_tokenizers(model, out, new_ids)
+    except ValueError:
+        write_json(out / settings.name, {**renamed, "tokenizer_class": PLAIN_CLASS})
+        return check_tokenizers(model, out, new_ids)
 
 
 def num_tokens(spec: dict[str, Any]) -> int:
@@ -114,8 +139,8 @@ def _new_id(old: int, new_ids: Sequence[int]) -> int:
 
 
 def check_tokenizers(old: Path, new: Path, new_ids: Sequence[int]) -> int:
-    """Compares two folders' tokenizers, as transformers loads them, at every id and on samples of
-    text made of them.
+    """Compares two folders' tokenizers, as transformers loads them, at every id, on samples of text
+    made of them, and on characters that they may not have.
 
     Returns: the number of samples.
     Raises:
@@ -128,18 +153,18 @@ def check_tokenizers(old: Path, new: Path, new_ids: Sequence[int]) -> int:
         renamed = after.convert_tokens_to_ids(token)
         if id >= len(new_ids) or renamed != new_ids[id]:
             raise ValueError(f"{token!r}, {id}, must be an id that can be renamed, got {renamed}")
-    count = 0
+    texts = [UNSEEN]
     for first in range(0, len(before), SAMPLE):
         ids = range(first, min(first + SAMPLE, len(before)))
-        for text in (before.decode(list(ids)), " ".join(before.decode([id]) for id in ids)):
-            expected = [new_ids[id] for id in before(text).input_ids]
-            renamed = after(text).input_ids
-            if renamed != expected:
-                raise ValueError(
-                    f"the renamed tokenizer must have {expected} for {text!r}, got {renamed}"
-                )
-            count += 1
-    return count
+        texts += [before.decode(list(ids)), " ".join(before.decode([id]) for id in ids)]
+    for text in texts:
+        expected = [new_ids[id] for id in before(text).input_ids]
+        renamed = after(text).input_ids
+        if renamed != expected:
+            raise ValueError(
+                f"the renamed tokenizer must have {expected} for {text!r}, got {renamed}"
+            )
+    return len(texts)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -151,3 +176,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} must be a JSON object, got a {type(content).__name__}")
     return content
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

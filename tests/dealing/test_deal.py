@@ -135,7 +135,7 @@ def check_same(old: Path, new: Path) -> None:
 def test_each_tokenizer(tmp_path: Path, kind: str, ranks: int) -> None:
     old = save(tmp_path / "old", kind)
     dealt = deal(old, tmp_path / "new", ranks=ranks)
-    assert dealt.num_ids == 400 and dealt.num_rows == 400 // ranks and dealt.samples == 26
+    assert dealt.num_ids == 400 and dealt.num_rows == 400 // ranks and dealt.samples == 27
     check_same(old, tmp_path / "new")
     # Each rank has every other, or every eighth, of the first ids.
     new_ids = np.load(tmp_path / "new/new_ids.npy")
@@ -167,6 +167,26 @@ def test_rows_beyond_the_tokens_stay_where_they_are(tmp_path: Path) -> None:
     assert new_ids[400:].tolist() == list(range(400, 430))
     assert new_ids[:5].tolist() == [0, 256, 1, 257, 2]
     check_same(old, tmp_path / "new")
+
+
+def test_a_class_with_ids_of_its_own(tmp_path: Path) -> None:
+    """T5's: its code says which id the unknown token has."""
+    old = save(tmp_path / "old", "unigram")
+    edit(old / "tokenizer_config.json", tokenizer_class="T5Tokenizer", extra_ids=0)
+    spec = json.loads((old / "tokenizer.json").read_text())
+    spec["model"]["vocab"][0], spec["model"]["vocab"][2] = (
+        spec["model"]["vocab"][2],
+        spec["model"]["vocab"][0],
+    )
+    spec["model"]["unk_id"] = 2
+    for token in spec["added_tokens"]:
+        token["id"] = {0: 2, 2: 0}.get(token["id"], token["id"])
+    (old / "tokenizer.json").write_text(json.dumps(spec))
+    transformers.AutoTokenizer.from_pretrained(str(old)).save_pretrained(old)
+    deal(old, tmp_path / "new", ranks=2)
+    check_same(old, tmp_path / "new")
+    settings = json.loads((tmp_path / "new/tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:
