@@ -32,6 +32,8 @@ _DTYPES = (
     torch.int32,
     torch.bool,
 )
+# From the last line of a rank that fails to the end of the job.
+UNTIL_READ_S = 0.5
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "log-add-exp all-reduce")
 _GATHER, _REDUCE, _SCATTER, _MERGE = range(len(_KINDS))
 _NUMBERS = 11
@@ -273,5 +275,7 @@ def abort_on_exception(comm: MPI.Comm | None = None) -> Iterator[None]:
         sys.stderr.write(f"rank {rank} ends the job:\n{traceback.format_exc()}")
         sys.stdout.flush()
         sys.stderr.flush()
+        # What mpirun has not read yet when it is told to end the job may be lost.
+        time.sleep(UNTIL_READ_S)
         (comm or mpi.COMM_WORLD).Abort(1)
         raise
