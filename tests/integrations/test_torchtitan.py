@@ -60,7 +60,7 @@ def titan_pools() -> Iterator[dict[int, RankPool]]:
         ),
         pytest.param(
             2,
-            "--training.steps 2 --model.flavor two_layers "
+            "--training.steps 20 --model.flavor two_layers "
             "--parallelism.pipeline_parallel_degree 2 "
             "--parallelism.pipeline_parallel_schedule 1F1B",
             id="PP",

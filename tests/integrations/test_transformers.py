@@ -289,12 +289,26 @@ def test_loss_functions_of_a_models_own() -> None:
     assert torch.isfinite(model(**batch()).loss)
 
 
+@pytest.mark.parametrize("name", ["Linear4bit", "Linear8bitLt"])
+def test_quantised_heads_are_refused(name: str) -> None:
+    linear = type(name, (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
+    model = make("llama")
+    model.lm_head = linear(32, VOCAB_SIZE, bias=False)
+    with pytest.raises(PatchError, match=f"its head is a {name}, whose weight is quantised"):
+        integration.patch(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_heads_of_integers_are_refused(dtype: torch.dtype) -> None:
+    """Of a quantiser that nobody knows here."""
+    model = make("llama")
+    weight = torch.zeros(VOCAB_SIZE, 32, dtype=dtype)
+    model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(PatchError, match="its head is a Linear, whose weight is quantised"):
+        integration.patch(model)
+
+
 def test_refusals() -> None:
-    linear = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
-    quantised = make("llama")
-    quantised.lm_head = linear(32, VOCAB_SIZE, bias=False)
-    with pytest.raises(PatchError, match="its head is a Linear4bit, whose weight is quantised"):
-        integration.patch(quantised)
     with pytest.raises(PatchError, match=r"must be, or hold, a PreTrainedModel .* got Linear"):
         integration.patch(nn.Linear(2, 2))
     with pytest.raises(PatchError, match="LlamaModel cannot be patched: it has no output embed"):

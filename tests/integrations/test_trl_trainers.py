@@ -96,11 +96,11 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "SFT": {"max_steps": 20},
-    "DPO": {"max_steps": 10},
+    "DPO": {"max_steps": 20},
     "DPO weighted": {"max_steps": 3, "use_weighting": True},
-    "KTO": {"max_steps": 10, "per_device_train_batch_size": 2},
+    "KTO": {"max_steps": 20, "per_device_train_batch_size": 2},
     "GRPO": {
-        "max_steps": 3,
+        "max_steps": 20,
         "num_generations": 2,
         "max_completion_length": 4,
         "temperature": 0.8,
