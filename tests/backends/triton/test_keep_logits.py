@@ -25,6 +25,12 @@ from cce_dist.testing import (
     zipf_inputs,
 )
 
+pytest.importorskip("triton")
+from cce_dist.backends.triton.backward.exact import BLOCKS_AT_ONCE, FURTHEST
+from cce_dist.backends.triton.kernels.backward.exact_logits import bad_ref_kernel
+from cce_dist.backends.triton.launch.start import start
+from cce_dist.options import TOKEN_BLOCK
+
 # Of 2,600 columns: those in the weight's gradient alone, some in the workspace too, all in both.
 WORKSPACES = {"no": 2**16, "some": 2**19 + 2**17, "all": 2**26}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -301,3 +307,27 @@ def test_screened_keeps_nothing_without_a_gradient(rooms: list[Any]) -> None:
     with torch.no_grad():
         run_case(None, case)
     assert rooms == []
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, num_blocks=(1, 16, 20)))
+def test_blocks_whose_logits_are_not_usable(place: Place, num_blocks: int) -> None:
+    """A reference far from lse, below or above, or NaN; of tokens that count alone."""
+    size, last = num_blocks * TOKEN_BLOCK, num_blocks - 1
+    count = torch.tensor([size - 28], dtype=torch.int32)
+    lse = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    for token, value in ((None, 0.0), (5, -17.0), (size - 40, 17.0), (0, float("nan"))):
+        ref = lse + 15.0
+        ref[size - 28 :] = -1e30
+        if token is not None:
+            ref[token] = lse[token] + value
+        factors = torch.full((7, size), float("nan"))
+        factors[5] = lse
+        bad_ref = torch.full((num_blocks + 1,), -7, dtype=torch.int32)
+        tensors = [x.to(place.device) for x in (factors, ref, count, bad_ref)]
+        start(bad_ref_kernel, (1,))(
+            *tensors, num_blocks, FURTHEST, TOKENS=TOKEN_BLOCK, BLOCKS=BLOCKS_AT_ONCE
+        )
+        expected = [0] * (num_blocks + 1)
+        if token is not None:
+            expected[min(token // TOKEN_BLOCK, last)] = expected[num_blocks] = 1
+        assert tensors[3].tolist() == expected

@@ -111,6 +111,8 @@ def _dds_and_dsd(
 # The furthest that a reference may be below lse, log2. Up to here fp16 holds a large logit's
 # difference to the reference with an error of at most 2^-8, as bf16 holds p, and does not overflow.
 FURTHEST = 16.0
+# Of `bad_ref_kernel`.
+BLOCKS_AT_ONCE = 16
 
 
 def _blocks_of_bad_ref(state: BackwardState, ref: Tensor) -> Tensor:
@@ -125,7 +127,7 @@ def _blocks_of_bad_ref(state: BackwardState, ref: Tensor) -> Tensor:
         state.num_blocks,
         FURTHEST,
         TOKENS=TOKEN_BLOCK,
-        BLOCKS=16,
+        BLOCKS=BLOCKS_AT_ONCE,
     )
     return bad_ref
 
