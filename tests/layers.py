@@ -44,7 +44,7 @@ ONLY = {
     "backends.triton.kernels": set(),
     "planner": {"core.old_names", "options", "vocab_shard"},
     "integrations": {PUBLIC, "options", "backends"},
-    "dealing": {"vocab_shard"},
+    "dealing": {"planner", "vocab_shard"},
     "train": {PUBLIC, "core", "core.old_names", "distributed", "pipeline", "planner"},
     "megatron_patch": {PUBLIC, "pipeline", "planner"},
 }

@@ -12,21 +12,24 @@ if TYPE_CHECKING:
 # Keys of config.json and generation_config.json whose numbers are token ids.
 _ID_SUFFIXES = ("token_id", "token_ids", "token_index")
 _ID_KEYS = {"suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"}
-# Keys that have ids beside other numbers.
-_MIXED_KEYS = {"forced_decoder_ids", "sequence_bias"}
+# Keys that have ids beside other numbers, and that of a model's own code.
+_NOT_RENAMED = {"forced_decoder_ids", "sequence_bias", "auto_map"}
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-def rename_config(config: dict[str, Any], new_ids: Sequence[int]) -> dict[str, Any]:
-    """Returns a config.json or generation_config.json under new ids.
+def check_config(name: str, config: dict[str, Any]) -> None:
+    """Raises: ValueError: a key has ids beside other numbers, or the model has code of its own."""
+    for key, value in config.items():
+        if value and key in _NOT_RENAMED:
+            raise ValueError(f"{name}: {key!r} must not be set: nobody knows what it does with ids")
+        if key == "text_config" and isinstance(value, dict):
+            check_config(name, value)
 
-    Raises:
-        ValueError: a key has ids beside other numbers, or the model has code of its own.
-    """
+
+def rename_config(config: dict[str, Any], new_ids: Sequence[int]) -> dict[str, Any]:
+    """Returns a config.json or generation_config.json under new ids."""
     renamed: dict[str, Any] = {}
     for key, value in config.items():
-        if value and (key in _MIXED_KEYS or key == "auto_map"):
-            raise ValueError(f"{key!r} must not be set: nobody knows what it does with ids")
         if key == "text_config" and isinstance(value, dict):
             renamed[key] = rename_config(value, new_ids)
         elif key.endswith(_ID_SUFFIXES) or key in _ID_KEYS:
@@ -83,24 +86,27 @@ def rename_weights(
 
     Returns: the names, as the files have them, of the tensors whose rows have moved.
     Raises:
-        ValueError: a tensor has a dim of `num_rows` and is none of `names`, or none has.
+        ValueError: a file cannot be read or written; a tensor has a dim of `num_rows` and is none
+            of `names`, or none has.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file, save_file
 
     moved: list[str] = []
     files = sorted(model.glob("*.safetensors"))
     for path in files:
-        with safe_open(path, framework="pt") as opened:
-            metadata = opened.metadata()
-        tensors = load_file(path)
-        of_ids = {name for name in tensors if _is_one_of(name, names)}
-        _refuse_others(
-            ((name, x.shape) for name, x in tensors.items() if name not in of_ids), num_rows
-        )
-        for name in of_ids:
-            tensors[name] = tensors[name].index_select(0, old_ids)
-        save_file(tensors, out / path.name, metadata)
+        try:
+            with safe_open(path, framework="pt") as opened:
+                metadata = opened.metadata()
+            tensors = load_file(path)
+            of_ids = {name for name in tensors if _is_one_of(name, names)}
+            others = ((name, x.shape) for name, x in tensors.items() if name not in of_ids)
+            _refuse_others(others, num_rows)
+            for name in of_ids:
+                tensors[name] = tensors[name].index_select(0, old_ids)
+            save_file(tensors, out / path.name, metadata)
+        except SafetensorError as error:
+            raise ValueError(f"{path} cannot be renamed: {error}") from None
         moved += sorted(of_ids)
     if files and not moved:
         raise ValueError(f"{model} must have one of the tensors {sorted(names)}, got none")

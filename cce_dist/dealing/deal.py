@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from cce_dist.dealing.checkpoint import PICKLED, rename_config, rename_weights, vocabulary_of
+from cce_dist.dealing.checkpoint import (
+    PICKLED,
+    check_config,
+    rename_config,
+    rename_weights,
+    vocabulary_of,
+)
 from cce_dist.dealing.tokenizer import (
     OTHER_FORMS,
     num_tokens,
-    read_json,
+    read_object,
+    read_spec,
     write_json,
     write_tokenizer,
 )
@@ -22,7 +30,7 @@ NEW_IDS = "new_ids.npy"
 
 @dataclass(frozen=True)
 class Dealt:
-    """What `deal` has done."""
+    """The result of `deal`, in numbers and names."""
 
     num_ids: int  # that were dealt; the ids after them are what they were
     num_rows: int  # of a rank
@@ -62,14 +70,12 @@ def deal(model: Path, out: Path, *, ranks: int, divisible_by: int = 1) -> Dealt:
     pickled = sorted(path.name for kind in PICKLED for path in model.glob(kind))
     if pickled and not any(model.glob("*.safetensors")):
         raise ValueError(f"{model} must have its weights in safetensors, got {pickled[0]}")
-    configs = {name: read_json(model / name) for name in CONFIGS if (model / name).is_file()}
+    configs = {name: read_object(model / name) for name in CONFIGS if (model / name).is_file()}
     for name, config in configs.items():
-        try:
-            rename_config(config, range(0))
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        check_config(name, config)
     vocab_size, names = vocabulary_of(model)
-    num_ids = num_tokens(read_json(model / "tokenizer.json"))
+    spec = read_spec(model)
+    num_ids = num_tokens(spec)
     if num_ids > vocab_size:
         raise ValueError(f"the model must have a row for each of {num_ids} ids, got {vocab_size}")
     padded = -(-vocab_size // (divisible_by * ranks)) * divisible_by * ranks
@@ -78,14 +84,14 @@ def deal(model: Path, out: Path, *, ranks: int, divisible_by: int = 1) -> Dealt:
     new_ids = new.tolist()
     out.parent.mkdir(parents=True, exist_ok=True)
     # Nothing has the name of `out` before all of it is right.
-    part = out.with_name(f"{out.name}.part")
+    part = out.with_name(f"{out.name}.partial-{os.getpid()}")
     part.mkdir()
     try:
         _copy_others(model, part)
         for name, config in configs.items():
             write_json(part / name, rename_config(config, new_ids))
         np.save(part / NEW_IDS, new)
-        samples = write_tokenizer(model, part, new_ids)
+        samples = write_tokenizer(model, part, spec, new_ids)
         old_ids = torch.from_numpy(new).argsort()
         tensors = rename_weights(model, part, names, vocab_size, old_ids)
         part.rename(out)

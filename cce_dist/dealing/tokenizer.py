@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cce_dist.planner.names import read_json
+
 # Files that have the ids of a tokenizer in another form; tokenizer.json has all that they say.
 OTHER_FORMS = (
     "added_tokens.json",
@@ -29,18 +31,42 @@ UNSEEN = "naïve Ωμέγα, Жук; عين नमस्ते 你好 こんに�
 PLAIN_CLASS = "PreTrainedTokenizerFast"
 
 
-def write_tokenizer(model: Path, out: Path, new_ids: Sequence[int]) -> int:
+def read_spec(model: Path) -> dict[str, Any]:
+    """Reads a tokenizer as transformers has it: a class may add tokens and steps to what the file
+    says. Returns the content of its tokenizer.json.
+
+    Raises:
+        ValueError: transformers cannot load it, or not as one that a tokenizer.json describes.
+    """
+    tokenizer = _load(model)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{model} must have a tokenizer of tokenizer.json, got a {tokenizer!r}")
+    return json.loads(backend.to_str())
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # of the tokenizers' library, whose errors have no class
+        raise ValueError(f"{folder} must have a tokenizer that loads: {error}") from error
+
+
+def write_tokenizer(model: Path, out: Path, spec: dict[str, Any], new_ids: Sequence[int]) -> int:
     """Writes a tokenizer under new ids, and checks it as `check_tokenizers` does.
 
     The class in tokenizer_config.json stays, if it takes the new ids; else it is PLAIN_CLASS.
 
+    Args: spec: of `read_spec`.
     Returns: the number of samples of text.
     Raises:
         ValueError: an id has no row, or neither class has the old tokens under new ids.
     """
-    spec, settings = read_json(model / "tokenizer.json"), model / "tokenizer_config.json"
+    settings = model / "tokenizer_config.json"
     write_json(out / "tokenizer.json", rename_spec(spec, new_ids))
-    renamed = rename_settings(read_json(settings) if settings.is_file() else {}, new_ids)
+    renamed = rename_settings(read_object(settings) if settings.is_file() else {}, new_ids)
     write_json(out / settings.name, renamed)
     try:
         return check_tokenizers(model, out, new_ids)
@@ -146,9 +172,7 @@ def check_tokenizers(old: Path, new: Path, new_ids: Sequence[int]) -> int:
     Raises:
         ValueError: the second is not the first under new ids.
     """
-    from transformers import AutoTokenizer
-
-    before, after = (AutoTokenizer.from_pretrained(str(folder)) for folder in (old, new))
+    before, after = _load(old), _load(new)
     for token, id in before.get_vocab().items():
         renamed = after.convert_tokens_to_ids(token)
         if id >= len(new_ids) or renamed != new_ids[id]:
@@ -167,12 +191,9 @@ def check_tokenizers(old: Path, new: Path, new_ids: Sequence[int]) -> int:
     return len(texts)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Raises: ValueError: the file is no JSON object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON: {error}") from None
+    content = read_json(path, "model must have files of JSON")
     if not isinstance(content, dict):
         raise ValueError(f"{path} must be a JSON object, got a {type(content).__name__}")
     return content

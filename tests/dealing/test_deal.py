@@ -217,9 +217,11 @@ def add_tensor(old: Path, name: str, *shape: int) -> None:
 
 
 def leave_out(old: Path) -> None:
+    """Moves a token to an id that is not the next."""
     path = old / "tokenizer.json"
     spec = json.loads(path.read_text())
-    del spec["model"]["vocab"][next(iter(spec["model"]["vocab"]))]
+    vocab = spec["model"]["vocab"]
+    vocab[max(vocab, key=vocab.__getitem__)] = 410
     path.write_text(json.dumps(spec))
 
 
@@ -245,7 +247,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda old: edit(
             old / "tokenizer_config.json", added_tokens_decoder={"400": {"content": "<more>"}}
         ),
-        "token ids must be below the model's 400 rows, got 400",
+        "the model must have a row for each of 401 ids, got 400",
     ),
     "pickled": (
         lambda old: (old / "model.safetensors").rename(old / "pytorch_model.bin"),
@@ -253,8 +255,14 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no_tokenizer": (lambda old: (old / "tokenizer.json").unlink(), "with tokenizer.json"),
     "hole": (leave_out, "must leave no id out, got no token of"),
-    "not_json": (lambda old: (old / "tokenizer.json").write_text("{"), "must be JSON"),
+    "not_json": (lambda old: (old / "tokenizer.json").write_text("{"), "tokenizer that loads"),
+    "no_model": (lambda old: (old / "tokenizer.json").write_text("{}"), "tokenizer that loads"),
+    "config_not_json": (lambda old: (old / "config.json").write_text("{"), "must have files of J"),
     "not_an_object": (lambda old: (old / "config.json").write_text("[]"), "a JSON object"),
+    "cut": (
+        lambda old: (old / "model.safetensors").write_bytes(b"\x10"),
+        "model.safetensors cannot be renamed",
+    ),
 }
 
 
@@ -267,6 +275,23 @@ def test_what_cannot_be_renamed_is_refused(tmp_path: Path, spoil: str) -> None:
     assert result.exit_code == 2, result.output
     assert message in result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old"], "something is left behind"
+
+
+def test_tokens_after_a_unigrams_pieces_without_a_row(tmp_path: Path) -> None:
+    old = save(tmp_path / "old", "unigram")
+    edit(old / "tokenizer_config.json", added_tokens_decoder={"400": {"content": "<more>"}})
+    with pytest.raises(ValueError, match="must be below the model's 400 rows, got 400"):
+        deal(old, tmp_path / "new", ranks=2)
+
+
+def test_an_older_file_that_does_not_name_its_kind(tmp_path: Path) -> None:
+    """As GPT-2's does not."""
+    old = save(tmp_path / "old", "byte_level")
+    spec = json.loads((old / "tokenizer.json").read_text())
+    del spec["model"]["type"]
+    (old / "tokenizer.json").write_text(json.dumps(spec))
+    deal(old, tmp_path / "new", ranks=2)
+    check_same(old, tmp_path / "new")
 
 
 def test_arguments(tmp_path: Path) -> None:
