@@ -196,8 +196,8 @@ def compute(
     with without_autocast(hidden.device.type):
         flat = hidden.reshape(-1, hidden.shape[-1])
         if options.gradient == "in_forward" and record:
-            terms = finish.terms.total_and_upstream
-            loss, lse, entropy, *plain = InForward.apply(flat, weight, bias, call, terms)
+            objective = finish.terms.total_and_upstream
+            loss, lse, entropy, *plain = InForward.apply(flat, weight, bias, call, objective)
             return finish.with_stats(loss, lse, entropy, plain)
         nll, lse, smooth, entropy, *plain = TwoPass.apply(flat, weight, bias, scale, call)
         return finish.result(nll, lse, smooth, entropy, plain)
