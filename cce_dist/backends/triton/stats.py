@@ -155,16 +155,14 @@ def _compute_kept_columns(
     listed = request.store if isinstance(request.store, ListedLogits) else None
     by_mass = None if request.filter.by_largest else request.filter.threshold
     assert finished.unkept is not None
-    eight_unkept = finished.unkept.clone() if state.has_screened_stats else None
     wait = correct_tail(state, finished, rounding, screened.full, by_mass)
     try:
         exact = sum_exact_columns(state, finished, marks, screened, request.room, listed)
     finally:
         wait()
     add_exact_columns(state, finished, screened, exact, order, placed.lse, placed.log_dropped)
-    if eight_unkept is not None:
-        of_eight = (eight_unkept, rounding.variance)
-        add_exact_stats(state, finished, screened, exact, *of_eight, order, stats)
+    if state.has_screened_stats:
+        add_exact_stats(state, finished, screened, exact, rounding.variance, order, stats)
 
 
 def _merged(
@@ -178,7 +176,7 @@ def _merged(
 ) -> tuple[Finished, Screened | None, MassFactors | None, Placed]:
     """Merges the splits, repeats the forward in full precision if 8 bits won't do, and adds the
     targets."""
-    screened = factors = None
+    screened = factors = is_full = None
     state.launch(request.filter, last)
     # Small kernels follow here. Beside the forward's own, no other program would find registers.
     products = start_products(state)
@@ -189,13 +187,13 @@ def _merged(
             full, screened = guard(state, finished, rounding.variance, request.screen)
             for launch in (full.alone(), full.alone(robust=True)):
                 full.launch(request.filter, launch)
-            finished = state.merge(last)
+            is_full = screened.full
+            finished = state.merge(last, is_full)
         if state.score:
-            full = None if screened is None else screened.full
-            factors = mass_factors(state, finished, num_launches, full)
+            factors = mass_factors(state, finished, num_launches, is_full)
     finally:
         of_targets = products()
-    placed = add_targets(state, finished, of_targets, order, order_as)
+    placed = add_targets(state, finished, of_targets, order, order_as, full=is_full)
     return finished, screened, factors, placed
 
 

@@ -58,6 +58,7 @@ class Finished:
     lse: Tensor
     dropped: Tensor | None  # log of the sum over columns not kept of exp(z) softcap'(z)
     unkept: Tensor | None  # log of the sum over columns not kept of exp(z), where logits are 8-bit
+    # Of all columns; where logits are 8-bit, of the softmax over columns not kept
     entropy: Tensor | None
     sum_p2: Tensor | None
     target_logit: Tensor

@@ -198,7 +198,7 @@ class ForwardState:
 
     @property
     def has_screened_stats(self) -> bool:
-        """Tells whether kept columns have sums for statistics, of exact and of 8-bit logits."""
+        """Tells whether kept columns have sums for statistics, of exact logits."""
         wanted = self.wanted
         has_stats = wanted.entropy or wanted.sum_p2 or wanted.correct or wanted.moments
         return self.eight is not None and has_stats
@@ -336,9 +336,12 @@ class ForwardState:
             num_stages=tiles.stages if region is None else max(2, tiles.stages - 1),
         )  # fmt: skip
 
-    def merge(self, last: Launch) -> Finished:
+    def merge(self, last: Launch, full: Tensor | None = None) -> Finished:
         """Merges the splits of each segment as the last launch left them; targets are still to be
-        added."""
+        added.
+
+        Args: full: of `Screened`, once it is known; until then no statistics are.
+        """
         split_states = self.buffers.split_states[last.number % SLOTS.value]
         padded = self.packed.shape[0]
         shape = (self.segments, padded) if self.segment else (padded,)
@@ -353,6 +356,7 @@ class ForwardState:
         start(finish_kernel, (triton.cdiv(padded, block), self.segments))(
             self.count,
             self.shape,
+            self.or_dummy(full),
             split_states,
             self.or_dummy(self.buffers.extras),
             lse,
@@ -368,6 +372,7 @@ class ForwardState:
             HAS_SURPLUS=self.wanted.entropy,
             HAS_SQUARES=self.wanted.sum_p2,
             HAS_UNKEPT=self.has_unkept,
+            IS_SCREENED=full is not None,
         )
         return Finished(lse, dropped, unkept, entropy, sum_p2, lse.new_empty(padded))
 

@@ -83,11 +83,14 @@ def add_targets(
     order: Tensor | None,  # [N] int64: token i of the blocks is the caller's token order[i]
     order_as: torch.dtype | None = None,  # of the marks' order; None: `order_dtype`
     student: tuple[Tensor, Head] | None = None,
+    full: Tensor | None = None,
 ) -> Placed:
     """Adds the targets' logits, and marks the targets' columns as kept, whatever their mass.
 
-    Args: student: of a teacher's state: its student's `products` and head, whose softcap' the
-        dropped sums have.
+    Args:
+        student: of a teacher's state: its student's `products` and head, whose softcap' the dropped
+            sums have.
+        full: of `Screened`: statistics are those of a tail, which loses these columns.
     """
     num_tokens, score = len(state.tokens), finished.dropped is not None
     student_softcap = None if student is None else student[1].softcap
@@ -110,6 +113,9 @@ def add_targets(
         or_dummy(state.buffers.mass),
         or_dummy(finished.dropped),
         or_dummy(finished.unkept),
+        or_dummy(finished.entropy),
+        or_dummy(finished.sum_p2),
+        or_dummy(full),
         finished.target_logit,
         state.count,
         or_dummy(order),
@@ -129,6 +135,8 @@ def add_targets(
         HAS_SOFTCAP=state.head.softcap is not None,
         HAS_SCORE=score,
         HAS_UNKEPT=state.has_unkept,
+        HAS_ENTROPY=full is not None and finished.entropy is not None,
+        HAS_SQUARES=full is not None and finished.sum_p2 is not None,
         HAS_ORDER=order is not None,
         HAS_STUDENT=student is not None,
         STUDENT_HAS_SOFTCAP=student_softcap is not None,

@@ -193,7 +193,6 @@ def add_exact_stats(
     finished: Finished,
     screened: Screened,
     exact: ExactSums,
-    eight_unkept: Tensor,  # [N_padded] `finished.unkept` before its correction
     variance: Tensor,  # [N_padded] of an 8-bit logit's error
     order: Tensor | None,
     stats: Stats,  # in the caller's order; written
@@ -208,8 +207,6 @@ def add_exact_stats(
         screened.full,
         exact.sums,
         finished.unkept,
-        eight_unkept,
-        finished.lse,
         state.or_dummy(finished.entropy),
         state.or_dummy(finished.sum_p2),
         state.or_dummy(largest),
@@ -246,8 +243,7 @@ def _launch_exact_columns(
     stored: Tensor | None,  # [max_rows, 128] fp16, written; None: no logits are kept
     shares_device: bool,
 ) -> None:
-    weight, head, tiles, eight = state.weight, state.head, tiles_for(state.weight), state.eight
-    assert eight is not None
+    weight, head, tiles = state.weight, state.head, tiles_for(state.weight)
     padded, dim, segment = state.packed.shape[0], weight.shape[1], tiles.pair * TILE
     max_tasks = triton.cdiv(lists.max_rows, segment) + state.num_blocks
     entries, queue = int32_zeros(weight.device, (2, lists.max_rows), (lists.max_chunks + 3,))
@@ -267,13 +263,11 @@ def _launch_exact_columns(
         starts_ptr=lists.starts, first_ptr=lists.first, num_chunks_ptr=lists.num_chunks,
         base_ptr=lists.base, segment_ptr=lists.segment, entries_ptr=entries,
         part_ptr=weight.new_empty(2, len(sums), max_tasks, TOKEN_BLOCK, dtype=torch.float32),
-        sum_ptr=sums, eight_hidden_ptr=eight.hidden, eight_weight_ptr=eight.weight,
-        eight_column_ptr=eight.of_columns, eight_token_ptr=eight.of_tokens,
+        sum_ptr=sums,
         queue_ptr=queue, num_blocks=state.num_blocks, V=weight.shape[0], D=dim,
         num_tiles=lists.blocks.shape[0], max_chunks=lists.max_chunks, max_rows=lists.max_rows,
         part_size=max_tasks * TOKEN_BLOCK, words=marks.kept.shape[1],
         stride_hn=state.packed.stride(0), stride_wv=weight.stride(0),
-        stride_eight_hn=eight.hidden.stride(0), stride_eight_wv=eight.weight.stride(0),
         scale=head.logit_scale, softcap=head.softcap or 1.0, TOKENS=TOKEN_BLOCK, TILE=TILE,
         SEGMENT=segment, BLOCKS=marks.blocks_padded, BLOCK_K=tiles.backward_dims,
         EVEN_K=dim % tiles.backward_dims == 0, STAGES=tiles.backward_stages, PRECISION="ieee",
@@ -281,5 +275,5 @@ def _launch_exact_columns(
         HAS_SOFTCAP=head.softcap is not None, HAS_DRAWN=lists.draws,
         HAS_STORED=stored is not None, HAS_SUMS=state.wanted.entropy or state.wanted.sum_p2,
         HAS_LARGEST=state.wanted.correct or state.wanted.moments,
-        ACCUMULATOR=eight.accumulator, num_warps=tiles.backward_warps, **cooperative,
+        num_warps=tiles.backward_warps, **cooperative,
     )  # fmt: skip

@@ -13,8 +13,9 @@ def add_extras(
     class_weight_ptr,  # [V]
     largest_ptr,  # [BLOCK_N] in the first field of [8, splits, N]: largest z, its column, origin,
     # mean and m2 of z - origin, weighted sum, number of columns; and the sum of exp2(z - ref)^2,
-    # relative to the state's reference, which `forward_kernel` adds itself. Without a weighted sum
-    # that of exp2(z - ref) over dropped columns, of 8-bit logits with a softcap, in its place
+    # relative to the state's reference, which `forward_kernel` adds itself; of 8-bit logits it is
+    # over dropped columns. Without a weighted sum that of exp2(z - ref) over dropped columns, of
+    # 8-bit logits with a softcap, in its place
     field,  # distance of two fields
     BLOCK_V: tl.constexpr,
     HAS_ARGMAX: tl.constexpr,

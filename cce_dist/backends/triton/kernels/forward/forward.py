@@ -101,8 +101,9 @@ def forward_kernel(
     lower_ptr,  # [N] a lower bound of the token's lse over all ranks, log2
     state_ptr,  # [SLOTS, 4, size], size not below splits * blocks * BLOCK_N. Of a split and token:
     # a reference `ref`, about lse or below, log2; the sum of exp2(z - ref) over its columns; of
-    # exp2(z - ref) softcap'(z) over dropped columns; of exp2(z - ref) (z - ref), log2. A launch
-    # reads the slot that the launch before wrote, and writes the next one: out
+    # exp2(z - ref) softcap'(z) over dropped columns; of exp2(z - ref) (z - ref), log2, over all
+    # columns, or over dropped ones if IS_SCREENED. A launch reads the slot that the launch before
+    # wrote, and writes the next one: out
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
     extras_ptr,  # [8, size]: see `add_extras`
     logits,  # [columns, N] z - ref, log2, of tiles from `start_tile`, if HAS_LOGITS: out;
@@ -200,7 +201,7 @@ def forward_kernel(
     start_state(
         lower_ptr + rows, state_ptr + rows, extras_ptrs, split * stride, splits, stride, size,
         rows < count, launch, all_turns, BLOCK_N, HAS_SCORE, HAS_SURPLUS, HAS_SQUARES, HAS_UNKEPT,
-        HAS_LOGITS, IS_ROBUST,
+        IS_SCREENED, HAS_LOGITS, IS_ROBUST,
     )  # fmt: skip
     threshold = keep
     if not BY_LARGEST:
@@ -237,8 +238,8 @@ def forward_kernel(
             if HAS_ARGMAX or HAS_MOMENTS or HAS_SMOOTH:
                 add_extras(
                     x * scale_across(scale, rows), columns, tile == turn_split, end,
-                    class_weight_ptr, extras_ptrs, size, BLOCK_V, HAS_ARGMAX,
-                    HAS_MOMENTS, HAS_SMOOTH, HAS_CLASS_WEIGHT,
+                    class_weight_ptr, extras_ptrs, size, BLOCK_V, HAS_ARGMAX, HAS_MOMENTS,
+                    HAS_SMOOTH, HAS_CLASS_WEIGHT,
                 )  # fmt: skip
             factor = log2_scale_across(log2_scale, rows)
             if first_column + BLOCK_V > end:
@@ -248,7 +249,7 @@ def forward_kernel(
                 ref = tl.maximum(tl.max(x * factor, 0), ref)
                 total, dropped = raise_reference(
                     total, dropped, ref, state_ptrs, extras_ptrs, size, HAS_SCORE, HAS_SURPLUS,
-                    HAS_SQUARES, HAS_UNKEPT,
+                    HAS_SQUARES, HAS_UNKEPT, IS_SCREENED,
                 )  # fmt: skip
             log_p = x * factor - ref[None, :]
             if HAS_LOGITS:
@@ -256,27 +257,27 @@ def forward_kernel(
                 store_logits(log_p, logits, logit_ptr, at, N, BLOCK_V, BLOCK_N, USE_TMA)
             p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
             total += partial_sums(p, BLOCK_V, BLOCK_N)
-            if HAS_SURPLUS:
-                excess = tl.sum(tl.where(p > 0, p * (x * factor - ref[None, :]), 0.0), 0)
-                add_to(state_ptrs + 3 * size, excess)
-            if HAS_SQUARES:
-                add_to(extras_ptrs + SQUARES * size, tl.sum(p * p, 0))
             if HAS_SCORE:
                 q = p * slope if HAS_SOFTCAP else p
                 mass = tl.sum(q, 1)
-                score = tl.max(p, 1) if BY_LARGEST else mass
-                keeps = score >= threshold
+                keeps = (tl.max(p, 1) if BY_LARGEST else mass) >= threshold
                 mark = tl.where(keeps, -tl.maximum(mass, 1e-30), mass)
                 tl.store(mass_ptr + block.to(tl.int64) * V + columns, mark, mask=columns < V)
-                drops = tl.where(keeps, 0.0, 1.0)
-                dropped += partial_sums(q * drops[:, None], BLOCK_V, BLOCK_N)
+                drops = tl.where(keeps, 0.0, 1.0)[:, None]
+                dropped += partial_sums(q * drops, BLOCK_V, BLOCK_N)
+                # Kept columns have exact logits, of which their statistics are.
+                p = p * drops if IS_SCREENED else p
                 if HAS_UNKEPT:
-                    add_to(extras_ptrs + UNKEPT * size, tl.sum(p * drops[:, None], 0))
+                    add_to(extras_ptrs + UNKEPT * size, tl.sum(p, 0))
+            if HAS_SURPLUS:
+                add_to(state_ptrs + 3 * size, tl.sum(tl.where(p > 0, p * log_p, 0.0), 0))
+            if HAS_SQUARES:
+                add_to(extras_ptrs + SQUARES * size, tl.sum(p * p, 0))
         whole_total = whole_sum(total) + tl.load(state_ptrs + size)
         ref = tl.load(state_ptrs) + tl.maximum(tl.log2(whole_total), 0.0)
         total, dropped = raise_reference(
             total, dropped, ref, state_ptrs, extras_ptrs, size, HAS_SCORE, HAS_SURPLUS,
-            HAS_SQUARES, HAS_UNKEPT,
+            HAS_SQUARES, HAS_UNKEPT, IS_SCREENED,
         )  # fmt: skip
     add_to(state_ptrs + size, whole_sum(total))
     if HAS_SCORE:

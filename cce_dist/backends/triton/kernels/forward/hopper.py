@@ -15,12 +15,13 @@ from cce_dist.backends.triton.kernels.forward.hopper_softcap import add_softcapp
 from cce_dist.backends.triton.kernels.forward.hopper_state import end_stretch, start_state
 from cce_dist.backends.triton.kernels.forward.hopper_stats import (
     add_plain,
-    allocate_sums,
+    add_plain_dropped,
     end_largest,
     start_stats,
     update_stats,
 )
 from cce_dist.backends.triton.kernels.forward.hopper_sums import (
+    allocate_sums,
     log2_scale_across,
     log2_scale_of,
     partial_sums,
@@ -83,17 +84,29 @@ def add_dropped_columns(
     columns,
     V,
     threshold,
+    stat_tiles,  # see `allocate_sums`
+    group,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BY_LARGEST: gl.constexpr,
+    HAS_DROPPED: gl.constexpr,  # `stat_tiles` has their sum
+    HAS_TAIL_SURPLUS: gl.constexpr,
+    HAS_TAIL_SQUARES: gl.constexpr,
 ):
-    """Stores the columns' masses, negative where kept; adds the others to dropped."""
+    """Stores the columns' masses, negative where kept; adds the others to dropped, and to the
+    statistics of a tail."""
     mass = gl.sum(p, 1)
     keeps = (gl.max(p, 1) if BY_LARGEST else mass) >= threshold
     mark = gl.where(keeps, -gl.maximum(mass, 1e-30), mass)
     gl.store(mass_ptr + columns, mark.to(mass_ptr.dtype.element_ty), mask=columns < V)
     drops = gl.where(keeps, 0.0, 1.0)
-    return dropped + partial_sums(p * drops[:, None], ROWS, BLOCK_N)
+    if HAS_DROPPED:
+        add_plain_dropped(
+            p, drops, stat_tiles, group, ROWS, BLOCK_N, HAS_TAIL_SURPLUS, HAS_TAIL_SQUARES
+        )
+        return dropped
+    else:
+        return dropped + partial_sums(p * drops[:, None], ROWS, BLOCK_N)
 
 
 @gluon.jit
@@ -149,6 +162,14 @@ def sum_tiles(
     """Sums the group's columns of every tile, [ROWS, BLOCK_N] at a time in four warps'
     registers."""
     HAS_UNKEPT: gl.constexpr = HAS_SCORE and IS_SCREENED and HAS_SOFTCAP
+    HAS_DROPPED: gl.constexpr = HAS_SCORE and (
+        HAS_SOFTCAP or HAS_SURPLUS or HAS_SQUARES or HAS_ARGMAX
+    )
+    # Of 8-bit logits those of the tail alone: kept columns have exact logits.
+    HAS_TAIL_SURPLUS: gl.constexpr = HAS_SURPLUS and IS_SCREENED
+    HAS_TAIL_SQUARES: gl.constexpr = HAS_SQUARES and IS_SCREENED
+    HAS_WHOLE_SURPLUS: gl.constexpr = HAS_SURPLUS and not IS_SCREENED
+    HAS_WHOLE_SQUARES: gl.constexpr = HAS_SQUARES and not IS_SCREENED
     step_dims: gl.constexpr = 256 // c_tiles.dtype.primitive_bitwidth
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, step_dims])
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -165,7 +186,7 @@ def sum_tiles(
     first_ref = start_state(
         lower_ptr + token, state_ptrs, extras_ptrs, before_ptrs, state_offset, GROUPS * splits,
         stride, size, token < count, launch, num_turns, HAS_SCORE, HAS_SURPLUS, HAS_SQUARES,
-        HAS_UNKEPT,
+        HAS_UNKEPT, IS_SCREENED,
     )  # fmt: skip
     ref_tile = of_token.index(5 * group)
     ref_tile.store(first_ref)
@@ -188,7 +209,7 @@ def sum_tiles(
     while turn < stop_turn:
         first = turn
         turn = gl.minimum(turn + gl.maximum(turn - start_turn, 1), stop_turn)
-        total, dropped, unkept = nothing, nothing, nothing
+        total, dropped = nothing, nothing
         number = 0
         for at in range(first, turn):
             x, step = product_of(
@@ -209,11 +230,11 @@ def sum_tiles(
                 shift *= to_tanh
                 bias *= to_tanh
             if HAS_SOFTCAP:
-                total, dropped, unkept = add_softcapped(
-                    x, total, dropped, unkept, (bias, times, shift), of_token, 5 * group,
-                    stat_tiles, mass_ptr, keys, columns, end, log2_scale, softcap, threshold, ROWS,
-                    BLOCK_N, HAS_BIAS, HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS,
-                    HAS_SQUARES, HAS_ARGMAX, HAS_MOMENTS,
+                total = add_softcapped(
+                    x, total, (bias, times, shift), of_token, 5 * group, stat_tiles, mass_ptr, keys,
+                    columns, end, log2_scale, softcap, threshold, ROWS, BLOCK_N, HAS_BIAS,
+                    HAS_SCORE, BY_LARGEST, IS_SCREENED, FINE, HAS_SURPLUS, HAS_SQUARES, HAS_ARGMAX,
+                    HAS_MOMENTS,
                 )  # fmt: skip
             else:
                 if IS_SCREENED:
@@ -227,22 +248,23 @@ def sum_tiles(
                 )
                 if first_column + ROWS > end:
                     x = gl.where(inside[:, None], x, float("-inf") * factor)
-                if HAS_SURPLUS or HAS_SQUARES or HAS_ARGMAX:
+                if HAS_WHOLE_SURPLUS or HAS_WHOLE_SQUARES or HAS_ARGMAX:
                     total, p = add_plain(
                         x, total, columns, end, log2_scale, keys, of_token, 5 * group,
-                        stat_tiles, ROWS, BLOCK_N, HAS_SURPLUS, HAS_SQUARES, HAS_ARGMAX,
-                        HAS_MOMENTS,
+                        stat_tiles, ROWS, BLOCK_N, HAS_WHOLE_SURPLUS, HAS_WHOLE_SQUARES,
+                        HAS_ARGMAX, HAS_MOMENTS,
                     )  # fmt: skip
                 else:
                     p = gl.exp2(x * factor - ref_tile.load(across)[None, :])
                     total += partial_sums(p, ROWS, BLOCK_N)
                 if HAS_SCORE:
                     dropped = add_dropped_columns(
-                        p, dropped, mass_ptr, columns, end, threshold, ROWS, BLOCK_N, BY_LARGEST
-                    )
+                        p, dropped, mass_ptr, columns, end, threshold, stat_tiles, group, ROWS,
+                        BLOCK_N, BY_LARGEST, HAS_DROPPED, HAS_TAIL_SURPLUS, HAS_TAIL_SQUARES,
+                    )  # fmt: skip
         next_ref = end_stretch(
-            state_ptrs, extras_ptrs, size, total, dropped, unkept, stat_tiles, group, HAS_SCORE,
-            HAS_SURPLUS, HAS_SQUARES, HAS_UNKEPT,
+            state_ptrs, extras_ptrs, size, total, dropped, stat_tiles, group, HAS_SCORE,
+            HAS_SURPLUS, HAS_SQUARES, HAS_UNKEPT, HAS_DROPPED, IS_SCREENED,
         )  # fmt: skip
         ref_tile.store(next_ref)
         update_stats(
@@ -323,7 +345,11 @@ def hopper_forward_kernel(
     )
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     of_token = gl.allocate_shared_memory(gl.float32, [5 * GROUPS, BLOCK_N], plain)
-    stat_tiles = allocate_sums(BLOCK_N, HAS_SURPLUS, HAS_SQUARES, HAS_MOMENTS)
+    HAS_STATS: gl.constexpr = HAS_SURPLUS or HAS_SQUARES or HAS_ARGMAX
+    stat_tiles = allocate_sums(
+        BLOCK_N, HAS_SURPLUS, HAS_SQUARES, HAS_MOMENTS, HAS_SCORE and IS_SCREENED and HAS_SOFTCAP,
+        HAS_SCORE and (HAS_SOFTCAP or HAS_STATS),
+    )  # fmt: skip
     full, empty = start_stages(STAGES)
     gl.warp_specialize(
         [

@@ -71,7 +71,7 @@ def keep_tile(
         gl.store(logit_ptrs + i * TOKENS, log_p.to(logit_ptr.dtype.element_ty))
         p = gl.where(inside[:, None], gl.exp2(log_p), 0.0)
         totals = totals + (with_rows_of(before[i], p, ROWS, TOKENS),)  # noqa: RUF005
-    return joined_sums(totals, total, BLOCK_N)
+    return joined_sums(totals, total, BLOCK_N, PARTS)
 
 
 @gluon.jit
@@ -120,7 +120,7 @@ def keep_tiles(
     # All splits start as the first one does, so that they have the same reference.
     ref = start_state(
         lower_ptr + token, state_ptrs, state_ptrs, before_ptrs, 0, GROUPS * splits, stride, size,
-        token < count, launch, num_turns, False, False, False, False,
+        token < count, launch, num_turns, False, False, False, False, False,
     )  # fmt: skip
     gl.store(kept_ref_ptr + token, ref, mask=(token < N) & (split + group == 0))
     ref_tile = ref_tiles.index(group)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from cce_dist.backends.triton.kernels import numbers
-from cce_dist.backends.triton.kernels.forward.hopper_stats import add_stats
+from cce_dist.backends.triton.kernels.forward.hopper_stats import add_dropped, add_stats
 from cce_dist.backends.triton.kernels.forward.hopper_sums import (
     APART,
     PARTS,
@@ -59,13 +59,11 @@ def tanh_of_8_bits(u, FINE: gl.constexpr):
 def add_softcapped(
     x,  # [ROWS, BLOCK_N] products
     total,  # [4, 8, BLOCK_N] sums over a thread's rows of exp2(z - ref)
-    dropped,  # such sums of exp2(z - ref) softcap'(z) over columns that are not kept
-    unkept,  # such sums of exp2(z - ref) over columns that are not kept, if IS_SCREENED
     of_columns,  # [ROWS] each: bias; factor and shift of 8-bit products. If IS_SCREENED all three,
     # and the tokens' shifts, are multiplied by 2 log2(e) / softcap
     of_token,  # in shared memory, from `base`: see `hopper.sum_tiles`
     base,
-    sum_tiles,
+    sum_tiles,  # see `allocate_sums`
     mass_ptr,
     key_ptr,
     columns,  # [ROWS]
@@ -85,7 +83,10 @@ def add_softcapped(
     HAS_ARGMAX: gl.constexpr,
     HAS_MOMENTS: gl.constexpr,
 ):
-    """Adds a tile of `hopper.sum_tiles` to total, dropped, unkept and statistics."""
+    """Adds a tile of `hopper.sum_tiles` to total, which it returns, and to the sums in shared
+    memory."""
+    HAS_WHOLE_SURPLUS: gl.constexpr = HAS_SURPLUS and not IS_SCREENED
+    HAS_WHOLE_SQUARES: gl.constexpr = HAS_SQUARES and not IS_SCREENED
     TOKENS: gl.constexpr = BLOCK_N // PARTS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 8])
     across: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -124,50 +125,26 @@ def add_softcapped(
                 top = gl.max(p, 1)
                 largest = top if i == 0 else gl.maximum(largest, top)
             kept = kept + (pair_of(p, q) if IS_SCREENED else q,)  # noqa: RUF005
-        if HAS_SURPLUS or HAS_SQUARES or HAS_ARGMAX:
+        if HAS_WHOLE_SURPLUS or HAS_WHOLE_SQUARES or HAS_ARGMAX:
             if HAS_ARGMAX:
                 y = gl.where(inside[:, None], y, float("-inf"))
             z = t * (factor * softcap * (1.0 / numbers.LOG2E))
             add_stats(
                 i, log_p, p, y, z, columns, V, key_ptr, of_token, base, sum_tiles, ROWS, TOKENS,
-                HAS_SURPLUS, HAS_SQUARES, HAS_ARGMAX, HAS_MOMENTS,
+                HAS_WHOLE_SURPLUS, HAS_WHOLE_SQUARES, HAS_ARGMAX, HAS_MOMENTS,
             )  # fmt: skip
-    total = joined_sums(totals, total, BLOCK_N)
+    total = joined_sums(totals, total, BLOCK_N, PARTS)
     if HAS_SCORE:
         mass = gl.convert_layout(gl.sum(mass, 1), rows)
         keeps = (largest if BY_LARGEST else mass) >= threshold
         mark = gl.where(keeps, -gl.maximum(mass, 1e-30), mass)
         gl.store(mass_ptr + columns, mark.to(mass_ptr.dtype.element_ty), mask=inside)
         drops = gl.where(keeps, 0.0, 1.0)[:, None]
-        dropped, unkept = add_dropped(dropped, unkept, kept, drops, ROWS, BLOCK_N, IS_SCREENED)
-    return total, dropped, unkept
-
-
-@gluon.jit
-def add_dropped(
-    dropped,
-    unkept,
-    kept,  # parts of exp2(z - ref) softcap'(z); if IS_SCREENED pairs: exp2(z - ref), then this
-    drops,  # [ROWS, 1]: 1 where the column is dropped, else 0
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    IS_SCREENED: gl.constexpr,
-):
-    """Adds a tile's dropped columns to dropped and unkept."""
-    TOKENS: gl.constexpr = BLOCK_N // PARTS
-    before = split_tokens(dropped, APART, BLOCK_N, PARTS)
-    before_unkept = split_tokens(unkept, APART, BLOCK_N, PARTS)
-    sums = ()
-    unkept_sums = ()
-    for i in gl.static_range(PARTS):
-        q = kept[i]
-        if IS_SCREENED:
-            with_rows = with_rows_of(before_unkept[i], first_of(q) * drops, ROWS, TOKENS)
-            unkept_sums = unkept_sums + (with_rows,)  # noqa: RUF005
-            with_rows = with_rows_of(before[i], second_of(q) * drops, ROWS, TOKENS)
-        else:
-            with_rows = with_rows_of(before[i], q * drops, ROWS, TOKENS)
-        sums = sums + (with_rows,)  # noqa: RUF005
-    if IS_SCREENED:
-        unkept = joined_sums(unkept_sums, unkept, BLOCK_N)
-    return joined_sums(sums, dropped, BLOCK_N), unkept
+        for i in gl.static_range(PARTS):
+            p = first_of(kept[i]) * drops if IS_SCREENED else kept[i]
+            q = (second_of(kept[i]) if IS_SCREENED else kept[i]) * drops
+            add_dropped(
+                i, p, q, sum_tiles, base // 5, ROWS, TOKENS, HAS_SURPLUS and IS_SCREENED,
+                HAS_SQUARES and IS_SCREENED, IS_SCREENED,
+            )  # fmt: skip
+    return total

@@ -5,8 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward import launches
-from cce_dist.backends.triton.kernels.forward.hopper_stats import take_sum
-from cce_dist.backends.triton.kernels.forward.hopper_sums import whole_sum
+from cce_dist.backends.triton.kernels.forward.hopper_sums import take_sum, whole_sum
 from cce_dist.backends.triton.kernels.hopper_products import GROUPS
 
 exp2_of = gluon.jit(numbers.exp2_of.fn)
@@ -31,6 +30,7 @@ def start_state(
     HAS_SURPLUS: gl.constexpr,
     HAS_SQUARES: gl.constexpr,
     HAS_UNKEPT: gl.constexpr,
+    OF_DROPPED: gl.constexpr,  # see `launches.raise_reference`
 ):
     """Starts a state as `launches.start_state`; returns the reference, from all splits' sums,
     [BLOCK_N]."""
@@ -61,14 +61,17 @@ def start_state(
             dropped = shrink * gl.load(
                 before_ptrs + split_offset + 2 * size, mask=goes_on, other=0.0
             )
-        if HAS_SURPLUS:
-            surplus = gl.load(before_ptrs + split_offset + 3 * size, mask=goes_on, other=0.0)
-            surplus -= (ref - before) * earlier
-            # See `launches.raise_reference`.
-            surplus = gl.where(shrink > 0, surplus * shrink, 0.0)
         if HAS_UNKEPT:
             ptrs = extras_ptrs + launches.UNKEPT * size
             unkept = shrink * gl.load(ptrs, mask=goes_on, other=0.0)
+        if HAS_SURPLUS:
+            surplus = gl.load(before_ptrs + split_offset + 3 * size, mask=goes_on, other=0.0)
+            summed = total
+            if OF_DROPPED:
+                summed = unkept if HAS_UNKEPT else dropped
+            surplus = surplus * shrink - (ref - before) * summed
+            # See `launches.raise_reference`.
+            surplus = gl.where(shrink > 0, surplus, 0.0)
         if HAS_SQUARES:
             ptrs = extras_ptrs + launches.SQUARES * size
             squares = shrink * shrink * gl.load(ptrs, mask=goes_on, other=0.0)
@@ -91,14 +94,15 @@ def end_stretch(
     extras_ptrs,  # [BLOCK_N] in the first field of [8, size]: see `add_extras`
     size,
     total,  # [4, 8, BLOCK_N] sums of a stretch of tiles: see `hopper.sum_tiles`
-    dropped,
-    unkept,
+    dropped,  # unless HAS_DROPPED: it is in `sum_tiles` then
     sum_tiles,  # see `allocate_sums`
     group,
     HAS_SCORE: gl.constexpr,
     HAS_SURPLUS: gl.constexpr,
     HAS_SQUARES: gl.constexpr,
     HAS_UNKEPT: gl.constexpr,
+    HAS_DROPPED: gl.constexpr,
+    OF_DROPPED: gl.constexpr,
 ):
     """Adds a stretch's sums to the state; returns its new reference, not below log2 of their
     total, [BLOCK_N]."""
@@ -109,20 +113,29 @@ def end_stretch(
     next_ref = gl.load(state_ptrs) + gain
     gl.store(state_ptrs, next_ref)
     gl.store(state_ptrs + size, whole * shrink)
+    summed = whole
+    at = sum_tiles.shape[0] // GROUPS * (group + 1) - HAS_DROPPED
     if HAS_SCORE:
-        of_dropped = gl.load(state_ptrs + 2 * size) + whole_sum(dropped, layout)
+        of_dropped = gl.load(state_ptrs + 2 * size)
+        if HAS_DROPPED:
+            of_dropped += take_sum(sum_tiles.index(at), layout)
+        else:
+            of_dropped += whole_sum(dropped, layout)
         gl.store(state_ptrs + 2 * size, of_dropped * shrink)
+        if OF_DROPPED:
+            summed = of_dropped
+    at -= HAS_UNKEPT
     if HAS_UNKEPT:
         unkept_ptrs = extras_ptrs + launches.UNKEPT * size
-        of_unkept = gl.load(unkept_ptrs) + whole_sum(unkept, layout)
-        gl.store(unkept_ptrs, of_unkept * shrink)
-    first_sum = sum_tiles.shape[0] // GROUPS * group
-    if HAS_SURPLUS:
-        surplus = take_sum(sum_tiles.index(first_sum), layout)
-        excess = gl.load(state_ptrs + 3 * size) + surplus
-        gl.store(state_ptrs + 3 * size, (excess - gain * whole) * shrink)
+        summed = gl.load(unkept_ptrs) + take_sum(sum_tiles.index(at), layout)
+        gl.store(unkept_ptrs, summed * shrink)
+    at -= HAS_SQUARES
     if HAS_SQUARES:
-        squares = take_sum(sum_tiles.index(first_sum + HAS_SURPLUS), layout)
+        squares = take_sum(sum_tiles.index(at), layout)
         squares_ptrs = extras_ptrs + launches.SQUARES * size
         gl.store(squares_ptrs, (gl.load(squares_ptrs) + squares) * (shrink * shrink))
+    if HAS_SURPLUS:
+        surplus = take_sum(sum_tiles.index(at - 1), layout)
+        excess = gl.load(state_ptrs + 3 * size) + surplus
+        gl.store(state_ptrs + 3 * size, (excess - gain * summed) * shrink)
     return next_ref

@@ -13,16 +13,25 @@ from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper_sums import (
     APART,
     PARTS,
+    fast_log2,
+    forget_sum,
     join_tokens,
     joined_sums,
     log2_scale_across,
+    rows_of_thread,
+    rows_of_warps,
     split_tokens,
+    take_sum,
     with_rows_of,
 )
 from cce_dist.backends.triton.kernels.hopper_products import GROUPS
 
 # A column is stored as what it lacks to this number: of equal products the lowest column wins.
 NO_COLUMN = gl.constexpr(2**31 - 1)
+# Parts of a tile's tokens, computed one after the other: before each the warps wait for each other.
+DROPPED_PARTS = gl.constexpr(2)
+# Smaller probabilities add nothing to a sum of p log p.
+LEAST = gl.constexpr(1e-37)
 
 near_tanh = gluon.jit(numbers.near_tanh.fn)
 
@@ -72,9 +81,9 @@ def update_stats(
     """Ends a stretch: merges its moments, and looks up the largest products so far."""
     layout: gl.constexpr = extras_ptrs.type.layout
     if HAS_MOMENTS:
-        end: gl.constexpr = sum_tiles.shape[0] // GROUPS
-        sums = take_sum(sum_tiles.index(end * group + end - 2), layout)
-        squares = take_sum(sum_tiles.index(end * group + end - 1), layout)
+        first = sum_tiles.shape[0] // GROUPS * group
+        sums = take_sum(sum_tiles.index(first), layout)
+        squares = take_sum(sum_tiles.index(first + 1), layout)
         tile = of_token.index(5 * group + 4)
         tile.store(merge_moments(sums, squares, extras_ptrs, size, tile.load(layout), number))
     if HAS_ARGMAX:
@@ -107,7 +116,7 @@ def add_stats(
     """Adds a part of a tile to the statistics."""
     SUMS: gl.constexpr = sum_tiles.shape[0] // GROUPS
     LEFT: gl.constexpr = sum_tiles.shape[1]
-    first = base // 5 * SUMS
+    first = base // 5 * SUMS + 2 * HAS_MOMENTS
     if HAS_ARGMAX:
         best_tile = of_token.index(base + 3).slice(part * TOKENS, TOKENS)
         add_largest(x, columns, best_tile, key_ptr + part * TOKENS, ROWS, TOKENS)
@@ -127,8 +136,8 @@ def add_stats(
         off = gl.where((columns < V)[:, None], z - origin[None, :], 0.0)
         sums = rows_of_warps(off, ROWS, TOKENS, LEFT)
         squares = rows_of_warps(off * off, ROWS, TOKENS, LEFT)
-        sum_tile = sum_tiles.index(first + SUMS - 2).slice(part * TOKENS, TOKENS, 1)
-        square_tile = sum_tiles.index(first + SUMS - 1).slice(part * TOKENS, TOKENS, 1)
+        sum_tile = sum_tiles.index(first - 2).slice(part * TOKENS, TOKENS, 1)
+        square_tile = sum_tiles.index(first - 1).slice(part * TOKENS, TOKENS, 1)
         sums += sum_tile.load(sums.type.layout)
         squares += square_tile.load(squares.type.layout)
     if HAS_SURPLUS:
@@ -138,6 +147,69 @@ def add_stats(
     if HAS_MOMENTS:
         sum_tile.store(sums)
         square_tile.store(squares)
+
+
+@gluon.jit
+def add_dropped(
+    part,  # number of the part of the tile's tokens
+    p,  # [ROWS, TOKENS] exp2(z - ref), 0 in kept columns
+    q,  # the same, times softcap'(z)
+    sum_tiles,  # see `allocate_sums`
+    group,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    HAS_SURPLUS: gl.constexpr,
+    HAS_SQUARES: gl.constexpr,
+    HAS_UNKEPT: gl.constexpr,
+):
+    """Adds a part of a tile to the sums over dropped columns."""
+    LEFT: gl.constexpr = sum_tiles.shape[1]
+    at = sum_tiles.shape[0] // GROUPS * (group + 1) - 1
+    dropped = rows_of_warps(q, ROWS, TOKENS, LEFT)
+    dropped_tile = sum_tiles.index(at).slice(part * TOKENS, TOKENS, 1)
+    dropped += dropped_tile.load(dropped.type.layout)
+    if HAS_UNKEPT:
+        unkept = rows_of_warps(p, ROWS, TOKENS, LEFT)
+        unkept_tile = sum_tiles.index(at - 1).slice(part * TOKENS, TOKENS, 1)
+        unkept += unkept_tile.load(unkept.type.layout)
+    at -= HAS_UNKEPT + HAS_SQUARES
+    if HAS_SQUARES:
+        p2 = rows_of_warps(p * p, ROWS, TOKENS, LEFT)
+        p2_tile = sum_tiles.index(at).slice(part * TOKENS, TOKENS, 1)
+        p2 += p2_tile.load(p2.type.layout)
+    if HAS_SURPLUS:
+        # 0 times -inf would be NaN.
+        excess = rows_of_warps(p * fast_log2(gl.maximum(p, LEAST)), ROWS, TOKENS, LEFT)
+        surplus_tile = sum_tiles.index(at - 1).slice(part * TOKENS, TOKENS, 1)
+        excess += surplus_tile.load(excess.type.layout)
+    dropped_tile.store(dropped)
+    if HAS_UNKEPT:
+        unkept_tile.store(unkept)
+    if HAS_SQUARES:
+        p2_tile.store(p2)
+    if HAS_SURPLUS:
+        surplus_tile.store(excess)
+
+
+@gluon.jit
+def add_plain_dropped(
+    p,  # [ROWS, BLOCK_N] exp2(z - ref)
+    drops,  # [ROWS] 1 where the column is dropped, else 0
+    sum_tiles,
+    group,
+    ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    HAS_SURPLUS: gl.constexpr,
+    HAS_SQUARES: gl.constexpr,
+):
+    """Adds a tile without softcap to the sums over dropped columns."""
+    TOKENS: gl.constexpr = BLOCK_N // DROPPED_PARTS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 8])
+    drops = gl.convert_layout(drops, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+    parts = split_tokens(p, ROWS, BLOCK_N, DROPPED_PARTS)
+    for i in gl.static_range(DROPPED_PARTS):
+        q = gl.convert_layout(parts[i], LAYOUT, assert_trivial=True) * drops
+        add_dropped(i, q, q, sum_tiles, group, ROWS, TOKENS, HAS_SURPLUS, HAS_SQUARES, False)
 
 
 @gluon.jit
@@ -183,21 +255,9 @@ def add_plain(
             HAS_SURPLUS, HAS_SQUARES, HAS_ARGMAX, HAS_MOMENTS,
         )  # fmt: skip
         exponentials = exponentials + (p,)  # noqa: RUF005
-    total = joined_sums(totals, total, BLOCK_N)
+    total = joined_sums(totals, total, BLOCK_N, PARTS)
     p = join_tokens(exponentials, 0, ROWS, BLOCK_N, PARTS)
     return total, gl.convert_layout(p, x.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def rows_of_thread(x, ROWS: gl.constexpr, TOKENS: gl.constexpr):
-    """Splits [ROWS, TOKENS] into the four rows that a thread holds of each token, in ascending
-    order: a tuple of four [4, 8, TOKENS]."""
-    gl.static_assert(ROWS == 128)
-    split = gl.permute(gl.reshape(x, (2, 4, 2, 8, TOKENS)), (1, 3, 4, 0, 2))
-    lower, upper = gl.split(split)
-    first, third = gl.split(lower)
-    second, fourth = gl.split(upper)
-    return (first, second, third, fourth)
 
 
 @gluon.jit
@@ -284,52 +344,6 @@ def end_largest(
         z *= scale
     gl.store(extras_ptrs, z)
     gl.store(extras_ptrs + size, (NO_COLUMN - (key & 0x7FFFFFFF)).to(gl.float32))
-
-
-@gluon.jit
-def allocate_sums(
-    BLOCK_N: gl.constexpr,
-    HAS_SURPLUS: gl.constexpr,
-    HAS_SQUARES: gl.constexpr,
-    HAS_MOMENTS: gl.constexpr,
-):
-    """Allocates the sums of all groups in shared memory, [SUMS GROUPS, LEFT, BLOCK_N]. A group's
-    sums, of those that are wanted: of exp2(z - ref) (z - ref), log2; of exp2(z - ref)^2; of
-    z - origin; of its square. LEFT rows are left of a tile: two of each warp, or one, as four sums
-    with two do not fit."""
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    sums: gl.constexpr = HAS_SURPLUS + HAS_SQUARES + 2 * HAS_MOMENTS
-    left: gl.constexpr = 4 if sums == 4 else 8
-    if sums == 0:
-        # Nothing reads it.
-        return gl.allocate_shared_memory(gl.float32, [1, 1, 1], layout)
-    else:
-        return gl.allocate_shared_memory(gl.float32, [sums * GROUPS, left, BLOCK_N], layout)
-
-
-@gluon.jit
-def rows_of_warps(x, ROWS: gl.constexpr, TOKENS: gl.constexpr, LEFT: gl.constexpr):
-    """Sums [ROWS, TOKENS] -> [LEFT, TOKENS] within each warp."""
-    split = gl.reshape(x, (ROWS // 64, 4, 2, 8, TOKENS))
-    return gl.sum(gl.reshape(gl.sum(gl.sum(split, 2), 0), (LEFT, 32 // LEFT, TOKENS)), 1)
-
-
-@gluon.jit
-def forget_sum(tile):
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    rows: gl.constexpr = tile.shape[0]
-    tokens: gl.constexpr = tile.shape[1]
-    tile.store(gl.zeros((rows, tokens), gl.float32, layout))
-
-
-@gluon.jit
-def take_sum(tile, LAYOUT: gl.constexpr):
-    """Returns the sum of a tile's rows, [BLOCK_N], and forgets it."""
-    # All rows of a token in one thread.
-    by_token: gl.constexpr = gl.BlockedLayout([tile.shape[0], 1], [1, 32], [1, 4], [0, 1])
-    total = gl.convert_layout(gl.sum(tile.load(by_token), 0), LAYOUT)
-    forget_sum(tile)
-    return total
 
 
 @gluon.jit

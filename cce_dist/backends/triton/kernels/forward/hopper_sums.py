@@ -1,9 +1,10 @@
-"""Parts of a tile that Hopper's forward has in registers: sums over its rows, groups of tokens."""
+"""Sums over the rows of a tile, in registers and in shared memory, and groups of its tokens."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from cce_dist.backends.triton.kernels import numbers
+from cce_dist.backends.triton.kernels.hopper_products import GROUPS
 
 # Parts of a tile's tokens, which are computed one after the other.
 PARTS = gl.constexpr(8)
@@ -63,7 +64,7 @@ def with_rows_of(sums, x, ROWS: gl.constexpr, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def joined_sums(parts, like, TOKENS: gl.constexpr):
+def joined_sums(parts, like, TOKENS: gl.constexpr, PARTS: gl.constexpr):
     """Joins the sums of all parts -> [4, 8, TOKENS] in the layout of `like`."""
     whole = gl.reshape(join_tokens(parts, 0, APART, TOKENS, PARTS), (4, 8, TOKENS))
     return gl.convert_layout(whole, like.type.layout, assert_trivial=True)
@@ -85,3 +86,72 @@ def log2_scale_across(
         return of_tokens.slice(FIRST, TOKENS).load(LAYOUT)[None, :]
     else:
         return log2_scale
+
+
+@gluon.jit
+def allocate_sums(
+    BLOCK_N: gl.constexpr,
+    HAS_SURPLUS: gl.constexpr,
+    HAS_SQUARES: gl.constexpr,
+    HAS_MOMENTS: gl.constexpr,
+    HAS_UNKEPT: gl.constexpr,
+    HAS_DROPPED: gl.constexpr,
+):
+    """Allocates the sums of all groups in shared memory, [SUMS GROUPS, LEFT, BLOCK_N]. A group's
+    sums, of those that are wanted: of z - origin; of its square; of exp2(z - ref) (z - ref), log2;
+    of exp2(z - ref)^2; over dropped columns of exp2(z - ref); of exp2(z - ref) softcap'(z). The
+    last two would not fit the registers beside statistics or a softcap. LEFT rows are left of a
+    tile: two of each warp, or one, as more than three sums with two do not fit."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums: gl.constexpr = HAS_SURPLUS + HAS_SQUARES + 2 * HAS_MOMENTS + HAS_UNKEPT + HAS_DROPPED
+    left: gl.constexpr = 4 if sums > 3 else 8
+    if sums == 0:
+        # Nothing reads it.
+        return gl.allocate_shared_memory(gl.float32, [1, 1, 1], layout)
+    else:
+        return gl.allocate_shared_memory(gl.float32, [sums * GROUPS, left, BLOCK_N], layout)
+
+
+@gluon.jit
+def rows_of_warps(x, ROWS: gl.constexpr, TOKENS: gl.constexpr, LEFT: gl.constexpr):
+    """Sums [ROWS, TOKENS] -> [LEFT, TOKENS] within each warp."""
+    split = gl.reshape(x, (ROWS // 64, 4, 2, 8, TOKENS))
+    return gl.sum(gl.reshape(gl.sum(gl.sum(split, 2), 0), (LEFT, 32 // LEFT, TOKENS)), 1)
+
+
+@gluon.jit
+def forget_sum(tile):
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    rows: gl.constexpr = tile.shape[0]
+    tokens: gl.constexpr = tile.shape[1]
+    tile.store(gl.zeros((rows, tokens), gl.float32, layout))
+
+
+@gluon.jit
+def take_sum(tile, LAYOUT: gl.constexpr):
+    """Returns the sum of a tile's rows, [BLOCK_N], and forgets it."""
+    # All rows of a token in one thread.
+    by_token: gl.constexpr = gl.BlockedLayout([tile.shape[0], 1], [1, 32], [1, 4], [0, 1])
+    total = gl.convert_layout(gl.sum(tile.load(by_token), 0), LAYOUT)
+    forget_sum(tile)
+    return total
+
+
+@gluon.jit
+def fast_log2(x):
+    """Computes log2 of normal numbers. That of `gl.log2` takes registers for all others."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def rows_of_thread(x, ROWS: gl.constexpr, TOKENS: gl.constexpr):
+    """Splits [ROWS, TOKENS] into the four rows that a thread holds of each token, in ascending
+    order: a tuple of four [4, 8, TOKENS]."""
+    gl.static_assert(ROWS == 128)
+    split = gl.permute(gl.reshape(x, (2, 4, 2, 8, TOKENS)), (1, 3, 4, 0, 2))
+    lower, upper = gl.split(split)
+    first, third = gl.split(lower)
+    second, fourth = gl.split(upper)
+    return (first, second, third, fourth)

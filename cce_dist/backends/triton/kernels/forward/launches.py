@@ -35,6 +35,7 @@ def raise_reference(
     HAS_SURPLUS: tl.constexpr,
     HAS_SQUARES: tl.constexpr,
     HAS_UNKEPT: tl.constexpr,
+    OF_DROPPED: tl.constexpr,  # the surplus is over dropped columns, not over all
 ):
     """Changes the sums' reference from the state's to `ref`, which is not lower."""
     gain = ref - tl.load(state_ptrs)
@@ -46,12 +47,17 @@ def raise_reference(
     squares = 0.0
     if HAS_SCORE:
         earlier_dropped = tl.load(state_ptrs + 2 * size)
-    if HAS_SURPLUS:
-        # At first the sum is 0 and the gain infinite, whose product would be NaN.
-        before = whole_sum(total) + earlier
-        surplus = tl.load(state_ptrs + 3 * size) - tl.where(before > 0, gain * before, 0.0)
     if HAS_UNKEPT:
         unkept = tl.load(extras_ptrs + UNKEPT * size)
+    if HAS_SURPLUS:
+        if not OF_DROPPED:
+            before = whole_sum(total) + earlier
+        elif HAS_UNKEPT:
+            before = unkept
+        else:
+            before = whole_sum(dropped) + earlier_dropped
+        # At first the sum is 0 and the gain infinite, whose product would be NaN.
+        surplus = tl.load(state_ptrs + 3 * size) - tl.where(before > 0, gain * before, 0.0)
     if HAS_SQUARES:
         squares = tl.load(extras_ptrs + SQUARES * size)
     # Two threads may hold a token: both have to read before one of them writes.
@@ -242,6 +248,7 @@ def start_state(
     HAS_SURPLUS: tl.constexpr,
     HAS_SQUARES: tl.constexpr,
     HAS_UNKEPT: tl.constexpr,
+    OF_DROPPED: tl.constexpr,
     HAS_LOGITS: tl.constexpr,
     IS_ROBUST: tl.constexpr,
 ):
@@ -299,5 +306,5 @@ def start_state(
         nothing = tl.zeros((8, 8, BLOCK_N), tl.float32)
         raise_reference(
             nothing, nothing, highest, state_ptrs, extras_ptrs, size, HAS_SCORE, HAS_SURPLUS,
-            HAS_SQUARES, HAS_UNKEPT,
+            HAS_SQUARES, HAS_UNKEPT, OF_DROPPED,
         )  # fmt: skip

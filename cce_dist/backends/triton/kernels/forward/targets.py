@@ -57,6 +57,36 @@ def taken_from(log_ptrs, mass, lse, mask):
     return left
 
 
+@triton.jit
+def take_from_tail(
+    entropy_ptrs,  # [TOKENS] of a tail's softmax, nats: in place
+    sum_p2_ptrs,  # [TOKENS] log of the sum of its squared probabilities: in place
+    before,  # [TOKENS] natural log of the tail's sum, and what is left of it
+    left,
+    lse,
+    p,  # [TARGETS, TOKENS] what leaves the tail: exp(z - lse)
+    V,
+    counts,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
+):
+    """Subtracts columns from the statistics of a tail. These columns' exact logits stand for the
+    8-bit ones that are in the sums; the error of a small rest stays within what a softmax can
+    have."""
+    whole, rest = before - lse, left - lse
+    has_rest = counts & (left > float("-inf"))
+    if HAS_ENTROPY:
+        entropy = tl.load(entropy_ptrs)
+        sums = tl.exp(whole) * (whole - entropy) - tl.sum(tl.where(p > 0, p * tl.log(p), 0.0), 0)
+        value = tl.clamp(rest - sums / tl.exp(rest), 0.0, tl.log(V.to(tl.float32)))
+        tl.store(entropy_ptrs, tl.where(has_rest, value, tl.where(counts, 0.0, entropy)))
+    if HAS_SQUARES:
+        sum_p2 = tl.load(sum_p2_ptrs)
+        squares = tl.exp(sum_p2 + 2.0 * whole) - tl.sum(p * p, 0)
+        value = tl.log(tl.maximum(squares, 0.0)) - 2.0 * rest
+        tl.store(sum_p2_ptrs, tl.where(has_rest, tl.minimum(value, 0.0), sum_p2))
+
+
 @triton.jit(do_not_specialize=["N"])
 def targets_kernel(
     product_ptr,  # [num_blocks, BLOCK, BLOCK]: see `target_products_kernel`
@@ -65,6 +95,9 @@ def targets_kernel(
     mass_ptr,  # [num_blocks, V]: made negative where a target's column was not kept; in place
     dropped_ptr,  # [N_padded] log of the dropped sum: reduced by these columns, in place
     unkept_ptr,  # [N_padded] log of the sum of exp(z) over dropped columns: too, if HAS_UNKEPT
+    entropy_ptr,  # [N_padded] these two of 8-bit logits: see `take_from_tail`; in place
+    sum_p2_ptr,
+    full_ptr,  # [1] int32, if HAS_ENTROPY or HAS_SQUARES: 0: logits are 8-bit
     logit_ptr,  # [N_padded] z of the target, 0 without one: out
     count_ptr,  # [1] int32
     order_ptr,  # [N] int64: the caller's place of each token, if HAS_ORDER; else it is its own
@@ -86,6 +119,8 @@ def targets_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SCORE: tl.constexpr,
     HAS_UNKEPT: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
     HAS_ORDER: tl.constexpr,
     HAS_STUDENT: tl.constexpr,  # these are a teacher's: dropped sums have the student's softcap'
     STUDENT_HAS_SOFTCAP: tl.constexpr,
@@ -123,15 +158,23 @@ def targets_kernel(
             log2_scale = scale_across(scale, token) * LOG2E
             p = tl.exp2(x * log2_scale - (finite * LOG2E)[None, :])
             p = tl.where(is_new[:, None], p, 0.0)
-            if HAS_UNKEPT:
-                taken_from(unkept_ptr + token, tl.sum(p, 0), finite, token < count)
+            before = tl.load((unkept_ptr if HAS_UNKEPT else dropped_ptr) + token)
+            q = p
             if HAS_SOFTCAP and not HAS_STUDENT:
-                p *= slope
+                q *= slope
             if STUDENT_HAS_SOFTCAP:
                 x = tl.load(student_product_ptr + row[:, None] * BLOCK + lane[None, :])
                 _, slope = softcapped(x, student_softcap, WIDE)
-                p *= slope
-            dropped = taken_from(dropped_ptr + token, tl.sum(p, 0), finite, token < count)
+                q *= slope
+            dropped = taken_from(dropped_ptr + token, tl.sum(q, 0), finite, token < count)
+            left = dropped
+            if HAS_UNKEPT:
+                left = taken_from(unkept_ptr + token, tl.sum(p, 0), finite, token < count)
+            if HAS_ENTROPY or HAS_SQUARES:
+                take_from_tail(
+                    entropy_ptr + token, sum_p2_ptr + token, before, left, finite, p, V,
+                    (token < count) & (tl.load(full_ptr) == 0), HAS_ENTROPY, HAS_SQUARES,
+                )  # fmt: skip
             mark = -tl.maximum(mass, 1e-30)
             tl.store(mass_ptrs, mark.to(mass_ptr.dtype.element_ty), mask=here & (mass >= 0))
     tl.store(logit_ptr + token, logit)

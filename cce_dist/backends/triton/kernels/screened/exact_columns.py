@@ -18,12 +18,9 @@ from cce_dist.backends.triton.kernels.screened.stats import (
     PLAIN_SUMS,
     SQUARES,
     SURPLUS,
-    eight_bit_logits,
     merge_largest,
     merge_sums,
-    store_eight_bit_sums,
     store_largest,
-    store_no_eight_bit_sums,
     store_no_stats,
 )
 
@@ -47,12 +44,9 @@ def exact_task(
     segment_ptr,  # [num_blocks + 1] int32, of the chunk
     entries_ptr,  # [rows] int32
     part_ptr,  # [SUMS, tasks, TOKENS] fp32: see `stats.ALL_SUMS`: out
-    # The 8-bit hidden states, weight, factors of columns and tokens, and both strides.
-    eight,
     part_size,
     num_tiles,
     num_blocks,
-    V,
     D,
     stride_hn,
     stride_wv,
@@ -70,7 +64,6 @@ def exact_task(
     HAS_STORED: tl.constexpr,
     HAS_SUMS: tl.constexpr,
     HAS_LARGEST: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
 ):
     """Computes the logits of SEGMENT entries of a token block's list, and sums those not drawn."""
     block, place, length, row = segment_of(
@@ -83,8 +76,7 @@ def exact_task(
     kept = (entry & 1) == 0
     token = block * TOKENS + tl.arange(0, TOKENS)
     part_ptrs = part_ptr + task * TOKENS + tl.arange(0, TOKENS)
-    has_kept = tl.max(kept.to(tl.int32), 0) > 0
-    wanted = has_kept
+    wanted = tl.max(kept.to(tl.int32), 0) > 0
     if HAS_STORED:
         wanted = wanted | stores
     if wanted:
@@ -116,16 +108,6 @@ def exact_task(
             excess = tl.where(w == 0, 0.0, w * (z - base[None, :]))
             tl.store(part_ptrs + SURPLUS * part_size, tl.sum(excess, 0))
             tl.store(part_ptrs + SQUARES * part_size, tl.sum(w * w, 0))
-            if has_kept:
-                y = eight_bit_logits(
-                    column, block, eight[0], eight[1], bias_ptr, eight[2], eight[3],
-                    num_blocks * TOKENS, V, D, eight[4], eight[5], scale, softcap, SEGMENT, TOKENS,
-                    BLOCK_K, EVEN_K, STAGES, ACCUMULATOR, HAS_BIAS, HAS_SOFTCAP,
-                )  # fmt: skip
-                log_p = y - tl.load(lse_ptr + token)[None, :] * LOG2E
-                store_eight_bit_sums(log_p, kept, part_ptrs, part_size)
-            else:
-                store_no_eight_bit_sums(part_ptrs, part_size, TOKENS)
     else:
         tl.store(part_ptrs, tl.full((TOKENS,), float("-inf"), tl.float32))
         tl.store(part_ptrs + part_size, tl.zeros((TOKENS,), tl.float32))
@@ -188,11 +170,6 @@ def exact_columns_kernel(
     entries_ptr,  # [2, max_rows] int32: lists of this chunk and the next
     part_ptr,  # [2, SUMS, max_tasks, TOKENS] fp32: of this chunk and the next
     sum_ptr,  # [SUMS, N] fp32 of each token's kept columns: see `stats.ALL_SUMS`: out
-    # Of 8 bits, if HAS_SUMS: hidden states, weight, factors of columns and tokens
-    eight_hidden_ptr,
-    eight_weight_ptr,
-    eight_column_ptr,
-    eight_token_ptr,
     queue_ptr,  # [max_chunks + 3] int32, zeros: the next task of each phase; arrivals
     num_blocks,
     V,
@@ -204,8 +181,6 @@ def exact_columns_kernel(
     words,
     stride_hn,
     stride_wv,
-    stride_eight_hn,
-    stride_eight_wv,
     scale,
     softcap,
     TOKENS: tl.constexpr,
@@ -221,9 +196,8 @@ def exact_columns_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
     HAS_STORED: tl.constexpr,
-    HAS_SUMS: tl.constexpr,  # for statistics, of exact and of 8-bit logits
+    HAS_SUMS: tl.constexpr,  # for statistics
     HAS_LARGEST: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
 ):
     """Sums exact logits over the backward's lists of columns, by persistent programs.
 
@@ -233,14 +207,6 @@ def exact_columns_kernel(
     num_chunks = tl.where(tl.load(full_ptr) > 0, 0, tl.load(num_chunks_ptr))
     N = num_blocks * TOKENS
     SUMS: tl.constexpr = ALL_SUMS if HAS_SUMS or HAS_LARGEST else PLAIN_SUMS
-    eight = (
-        eight_hidden_ptr,
-        eight_weight_ptr,
-        eight_column_ptr,
-        eight_token_ptr,
-        stride_eight_hn,
-        stride_eight_wv,
-    )
     arrived_ptr = queue_ptr + max_chunks + 2
     for phase in range(num_chunks + 2):
         stride = num_blocks + 1
@@ -270,10 +236,9 @@ def exact_columns_kernel(
                     task, phase == num_chunks, before, last, hidden_ptr, rows_ptr, weight_ptr,
                     bias_ptr, target_ptr, target_logit_ptr, lse_ptr, stored_ptr, starts_ptr,
                     base_ptr + at, segment_ptr + at, entries_ptr + other * max_rows,
-                    part_ptr + slot * SUMS * part_size, eight, part_size, num_tiles, num_blocks, V,
-                    D, stride_hn, stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K,
-                    EVEN_K, STAGES, PRECISION, HAS_BIAS, HAS_SOFTCAP, HAS_STORED, HAS_SUMS,
-                    HAS_LARGEST, ACCUMULATOR,
+                    part_ptr + slot * SUMS * part_size, part_size, num_tiles, num_blocks, D,
+                    stride_hn, stride_wv, scale, softcap, TOKENS, SEGMENT, BLOCKS, BLOCK_K, EVEN_K,
+                    STAGES, PRECISION, HAS_BIAS, HAS_SOFTCAP, HAS_STORED, HAS_SUMS, HAS_LARGEST,
                 )  # fmt: skip
             elif task < num_exact + num_merge:
                 merge_task(

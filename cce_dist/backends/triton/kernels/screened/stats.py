@@ -6,8 +6,7 @@ docs/design/screened.md#statistics
 import triton
 import triton.language as tl
 
-from cce_dist.backends.triton.kernels.forward.forward import dequantized
-from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, log2_of, softcapped
+from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, log2_of
 
 # Rows of what a token has over its kept columns: the largest logit, log2, and the sum of w = exp2
 # relative to it are the first two, and the only ones without statistics.
@@ -15,75 +14,12 @@ PLAIN_SUMS = tl.constexpr(2)
 # The sums of w log2 w and of w^2.
 SURPLUS = tl.constexpr(2)
 SQUARES = tl.constexpr(3)
-# With p the probability by 8-bit logits, the sums of p log2 p and of p^2.
-EIGHT_SURPLUS = tl.constexpr(4)
-EIGHT_SQUARES = tl.constexpr(5)
 # The largest logit as its product gave it, log2, and its column.
-LARGEST = tl.constexpr(6)
-COLUMN = tl.constexpr(7)
-ALL_SUMS = tl.constexpr(8)
+LARGEST = tl.constexpr(4)
+COLUMN = tl.constexpr(5)
+ALL_SUMS = tl.constexpr(6)
 # Larger than any column.
 NO_COLUMN = tl.constexpr(2147483647)
-
-
-@triton.jit
-def eight_bit_logits(
-    column,  # [COLUMNS]
-    block,  # of tokens
-    hidden_ptr,  # [N, D] in 8 bits
-    weight_ptr,  # [V, D] in 8 bits
-    bias_ptr,  # [V]
-    column_ptr,  # [2, V] fp32: see `dequantized`
-    token_ptr,  # [2, N] fp32
-    N,
-    V,
-    D,
-    stride_hn,
-    stride_wv,
-    scale,
-    softcap,
-    COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,  # D is a multiple of it
-    STAGES: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
-    """Computes 8-bit logits, [COLUMNS, TOKENS] fp32, log2."""
-    dims = tl.arange(0, BLOCK_K)
-    token = block * TOKENS + tl.arange(0, TOKENS)
-    c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + dims[None, :]
-    e_ptrs = hidden_ptr + token.to(tl.int64)[:, None] * stride_hn + dims[None, :]
-    if EVEN_K:
-        x = tl.zeros((COLUMNS, TOKENS), ACCUMULATOR)
-        for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
-            x = tl.dot(tl.load(c_ptrs + k), tl.load(e_ptrs + k).T, x, out_dtype=ACCUMULATOR)
-    else:
-        # In 8 bits, Triton 3.6's product of masked loads reads beyond its shared memory on Hopper.
-        # Every 8-bit number is one of fp16.
-        x = tl.zeros((COLUMNS, TOKENS), tl.float32)
-        for k in tl.range(0, D, BLOCK_K, num_stages=STAGES):
-            inside = (k + dims < D)[None, :]
-            c = tl.load(c_ptrs + k, mask=inside, other=0.0).to(tl.float16)
-            e = tl.load(e_ptrs + k, mask=inside, other=0.0).to(tl.float16)
-            x = tl.dot(c, e.T, x)
-    x = dequantized(x, column, V, column_ptr, token_ptr + token, N)
-    if HAS_BIAS:
-        x += tl.load(bias_ptr + column).to(tl.float32)[:, None]
-    if HAS_SOFTCAP:
-        x, _ = softcapped(x, softcap, False)
-    return x * (scale * LOG2E)
-
-
-@triton.jit
-def store_eight_bit_sums(log_p, kept, part_ptrs, size):
-    """Stores the sums of the kept columns' 8-bit probabilities, log2: [COLUMNS, TOKENS]."""
-    p = tl.where(kept[:, None], tl.exp2(log_p), 0.0)
-    # 0 times -inf would be NaN.
-    tl.store(part_ptrs + EIGHT_SURPLUS * size, tl.sum(tl.where(p == 0, 0.0, p * log_p), 0))
-    tl.store(part_ptrs + EIGHT_SQUARES * size, tl.sum(p * p, 0))
 
 
 @triton.jit
@@ -98,13 +34,6 @@ def store_largest(z, column, part_ptrs, size):
 
 
 @triton.jit
-def store_no_eight_bit_sums(part_ptrs, size, TOKENS: tl.constexpr):
-    nothing = tl.zeros((TOKENS,), tl.float32)
-    tl.store(part_ptrs + EIGHT_SURPLUS * size, nothing)
-    tl.store(part_ptrs + EIGHT_SQUARES * size, nothing)
-
-
-@triton.jit
 def store_no_stats(
     part_ptrs, size, TOKENS: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_LARGEST: tl.constexpr
 ):
@@ -113,7 +42,6 @@ def store_no_stats(
     if HAS_SUMS:
         tl.store(part_ptrs + SURPLUS * size, nothing)
         tl.store(part_ptrs + SQUARES * size, nothing)
-        store_no_eight_bit_sums(part_ptrs, size, TOKENS)
     if HAS_LARGEST:
         tl.store(part_ptrs + LARGEST * size, nothing - float("inf"))
         tl.store(part_ptrs + COLUMN * size, nothing)
@@ -143,9 +71,6 @@ def merge_sums(
     squares = shrink * shrink * tl.load(sum_ptrs + SQUARES * size)
     squares += part_shrink * part_shrink * tl.load(part_ptrs + SQUARES * part_size)
     tl.store(sum_ptrs + SQUARES * size, squares)
-    for i in tl.static_range(EIGHT_SURPLUS, EIGHT_SQUARES + 1):
-        added = tl.load(sum_ptrs + i * size) + tl.load(part_ptrs + i * part_size)
-        tl.store(sum_ptrs + i * size, added)
 
 
 @triton.jit
@@ -166,10 +91,8 @@ def screened_stats_kernel(
     full_ptr,  # [1] int32: 1: nothing to do
     sum_ptr,  # [ALL_SUMS, N] of the kept columns
     unkept_ptr,  # [N] log of the tail's sum of exp(z), corrected
-    eight_unkept_ptr,  # [N] the same of 8-bit logits as they are
-    # Of all columns' 8-bit logits, [N]: log-sum-exp, entropy, log of the squared probabilities'
-    # sum, largest logit, its column
-    lse_ptr,
+    # Of 8-bit logits, [N]: of the tail's softmax alone, its entropy and the log of the sum of its
+    # squared probabilities; of all columns, the largest logit and its column
     entropy_ptr,
     sum_p2_ptr,
     largest_ptr,
@@ -200,8 +123,6 @@ def screened_stats_kernel(
     token = block * TOKENS + tl.arange(0, TOKENS)
     counts = token < tl.load(count_ptr)
     top, total = tl.load(sum_ptr + token), tl.load(sum_ptr + N + token)
-    eight_lse = tl.load(lse_ptr + token) * LOG2E
-    eight_unkept = tl.load(eight_unkept_ptr + token) * LOG2E
     unkept = tl.load(unkept_ptr + token) * LOG2E
     base = tl.where(unkept < top, top, unkept)
     base = tl.where(base == float("-inf"), 0.0, base)
@@ -211,34 +132,20 @@ def screened_stats_kernel(
     place = token
     if HAS_ORDER:
         place = tl.load(order_ptr + token, mask=counts, other=0)
-    has_tail = unkept > float("-inf")
     # Rounding errors make 8-bit logits of the tail differ more than exact ones do.
     variance = tl.load(variance_ptr + token)
     if HAS_ENTROPY:
         surplus = tl.load(sum_ptr + SURPLUS * N + token)
         of_kept = log2_of(total) - surplus / total
-        # The tail's columns among themselves, by 8-bit logits: no shift of all of them counts.
-        share = exp2_of(eight_unkept - eight_lse)
-        log_sum = -(
-            tl.load(entropy_ptr + token) * LOG2E + tl.load(sum_ptr + EIGHT_SURPLUS * N + token)
-        )
-        of_tail = eight_unkept - eight_lse - log_sum / share + 0.5 * LOG2E * variance
-        # Rounding of the difference, over a small share, stays within what an entropy can be.
-        of_tail = tl.where(of_tail < 0, 0.0, of_tail)
-        of_tail = tl.minimum(of_tail, tl.log2(V.to(tl.float32)))
+        of_tail = (tl.load(entropy_ptr + token) + 0.5 * variance) * LOG2E
         kept_share, tail_share = kept_part / whole, tail_part / whole
         entropy = tl.where(kept_share > 0, kept_share * (of_kept - log2_of(kept_share)), 0.0)
         entropy += tl.where(tail_share > 0, tail_share * (of_tail - log2_of(tail_share)), 0.0)
         entropy = tl.where(entropy < 0, 0.0, entropy) / LOG2E
         tl.store(placed_entropy_ptr + place, entropy, mask=screened)
     if HAS_SQUARES:
-        of_all = exp2_of(tl.load(sum_p2_ptr + token) * LOG2E)
-        of_tail = of_all - tl.load(sum_ptr + EIGHT_SQUARES * N + token)
-        of_tail = tl.where(of_tail < 0, 0.0, of_tail)
-        # From shares of the 8-bit sum to shares of the corrected one.
-        moved = exp2_of(unkept - eight_unkept + eight_lse - base)
-        of_tail *= moved * moved / tl.exp2(variance * LOG2E)
-        of_tail = tl.where(has_tail, of_tail, 0.0)
+        of_tail = exp2_of((tl.load(sum_p2_ptr + token) - variance) * LOG2E)
+        of_tail *= tail_part * tail_part
         shrink = exp2_of(top - base)
         squares = shrink * shrink * tl.load(sum_ptr + SQUARES * N + token) + of_tail
         sum_p2 = (log2_of(squares) - 2.0 * log2_of(whole)) / LOG2E

@@ -69,11 +69,13 @@ def raise_both(total, dropped, ref, sums, state_ptrs, teacher_ptrs, size):
     dropped and ref. Returns the sums in registers in the same order."""
     gain = ref - tl.load(state_ptrs)
     total, dropped = raise_reference(
-        total, dropped, ref, state_ptrs, state_ptrs, size, True, False, False, False
-    )
+        total, dropped, ref, state_ptrs, state_ptrs, size, True, False, False, False,
+        False,
+    )  # fmt: skip
     teacher_total, teacher_dropped = raise_reference(
-        sums[0], sums[1], sums[2], teacher_ptrs, teacher_ptrs, size, True, True, False, False
-    )
+        sums[0], sums[1], sums[2], teacher_ptrs, teacher_ptrs, size, True, True, False,
+        False, False,
+    )  # fmt: skip
     # The log ratios are relative to both references; `raise_reference` knows the teacher's alone.
     whole = whole_sum(teacher_total) + tl.load(teacher_ptrs + size)
     add_to(teacher_ptrs + 3 * size, tl.where(whole > 0, gain * whole, 0.0))
@@ -156,11 +158,13 @@ def teacher_forward_kernel(
             return
     start_state(
         lower_ptr + rows, state_ptr + rows, state_ptrs, split * stride, splits, stride, size,
-        rows < count, launch, all_turns, BLOCK_N, True, False, False, False, False, IS_ROBUST,
+        rows < count, launch, all_turns, BLOCK_N, True, False, False, False, False, False,
+        IS_ROBUST,
     )  # fmt: skip
     start_state(
         teacher_lower_ptr + rows, teacher_ptr + rows, teacher_ptrs, split * stride, splits, stride,
-        size, rows < count, launch, all_turns, BLOCK_N, True, True, False, False, False, IS_ROBUST,
+        size, rows < count, launch, all_turns, BLOCK_N, True, True, False, False, False, False,
+        IS_ROBUST,
     )  # fmt: skip
     if not IS_ROBUST:
         goes_on = (launch > FIRST) & (launch < ALONE) & (rows < count)

@@ -154,10 +154,12 @@ def sum_both(
     first_ref = start_state(
         lower_ptr + token, state_ptrs, state_ptrs, state_ptr + before, state_offset,
         GROUPS * splits, stride, size, token < count, launch, num_turns, True, False, False, False,
+        False,
     )  # fmt: skip
     first_teacher_ref = start_state(
         teacher_lower_ptr + token, teacher_ptrs, teacher_ptrs, teacher_ptr + before, state_offset,
         GROUPS * splits, stride, size, token < count, launch, num_turns, True, True, False, False,
+        False,
     )  # fmt: skip
     # The log ratios are relative to both references; `start_state` knows the teacher's alone.
     so_far = gl.load(teacher_ptrs + 3 * size)
