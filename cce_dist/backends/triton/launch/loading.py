@@ -1,4 +1,4 @@
-"""Locks around Triton's loading of kernels, so that several threads may start kernels at once.
+"""Locks around Triton's building and loading of kernels, which several threads may start at once.
 
 Threads that load kernels: warm-up's, autograd's, a pipeline's server's, torch.compile's, and the
 main one. Triton itself has no locks:
@@ -20,8 +20,10 @@ import threading
 from types import ModuleType
 from typing import Any
 
-from triton.compiler import CompiledKernel
+from triton.compiler import CompiledKernel, code_generator
 from triton.runtime import build
+
+from cce_dist.core.observer import Arguments
 
 _LOCK = "_cce_dist_lock"
 _one_module = threading.Lock()
@@ -54,6 +56,21 @@ def load_one_at_a_time() -> None:
     # In Triton 3.4 every read of `run` initialises the handles.
     if isinstance(vars(CompiledKernel).get("run"), property):
         CompiledKernel.run = property(_run_of)
+
+
+@functools.cache
+def build_one_at_a_time() -> None:
+    """Lets one thread at a time turn a kernel's Python into Triton's code, in this process from now
+    on. Threads that take turns would all end late, and with them the compilers that follow."""
+    build: Any = code_generator.ast_to_ttir
+    lock = threading.Lock()
+
+    @functools.wraps(build)
+    def ast_to_ttir(*args: Arguments.args, **named: Arguments.kwargs) -> Any:
+        with lock:
+            return build(*args, **named)
+
+    code_generator.ast_to_ttir = ast_to_ttir
 
 
 def _run_of(kernel: Any) -> Any:

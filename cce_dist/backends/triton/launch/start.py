@@ -16,16 +16,16 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import triton
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cce_dist.backends.triton.launch.loading import load_one_at_a_time
+from cce_dist.backends.triton.launch.loading import build_one_at_a_time, load_one_at_a_time
 from cce_dist.core.observer import Arguments, Observer, observer
 
 
@@ -44,33 +44,77 @@ class Compilation:
         return self.result.kernel if is_future else self.result
 
     def finish(self, device: torch.device) -> None:
-        """Loads the kernel onto the device, and compiles and loads the host's code that launches
-        it."""
         if self.kernel is None:
             self.error = self.result and self.result.future.exception()
             return
         try:
-            with torch.cuda.device(device):
-                _ = self.kernel.run
+            _load(self.kernel, device)
         except Exception as error:
             self.error = error
 
 
-# The kernels that the current `compile_only` compiles; None: kernels are started.
-_compiled: ContextVar[list[Compilation] | None] = ContextVar("cce_dist_compiled", default=None)
+def _load(kernel: Any, device: torch.device) -> None:
+    """Loads a compiled kernel onto the device, and compiles and loads the host's code that launches
+    it."""
+    with torch.cuda.device(device):
+        _ = kernel.run
+
+
+# Kernels whose compilation takes seconds, the longest first.
+LONGEST = (
+    *("filtered_kernel", "hopper_teacher_kernel", "hopper_forward_kernel", "forward_kernel"),
+    *("sort_kernel", "marks_kernel", "similar_kernel"),
+)
+
+
+@dataclass
+class _LongestFirst(Executor):
+    """Collects compilations, and starts them in the order of `LONGEST`: the longest would else end
+    last, since Python builds one kernel's code at a time."""
+
+    device: torch.device
+    compilations: list[Compilation] = field(default_factory=list)
+    # A kernel's place in the order, what compiles it, and its result.
+    waiting: list[tuple[int, Callable[[], Any], Future[Any]]] = field(default_factory=list)
+
+    def compile(self, kernel: Any, *args: object, **named: object) -> None:
+        self.place = LONGEST.index(kernel.__name__) if kernel.__name__ in LONGEST else len(LONGEST)
+        self.compilations.append(Compilation(kernel.__name__, kernel.warmup(*args, **named)))
+
+    def submit(self, fn: Callable[..., Any], /, *args: object, **named: object) -> Future[Any]:
+        result: Future[Any] = Future()
+        self.waiting.append((self.place, functools.partial(fn, *args, **named), result))
+        return result
+
+    def start(self, pool: Executor) -> None:
+        for _, compile_kernel, result in sorted(self.waiting, key=lambda task: task[0]):
+            pool.submit(self._compile_and_load, compile_kernel, result)
+
+    def _compile_and_load(self, compile_kernel: Callable[[], Any], result: Future[Any]) -> None:
+        try:
+            kernel = compile_kernel()
+        except BaseException as error:
+            result.set_exception(error)
+            return
+        result.set_result(kernel)
+        # `Compilation.finish` meets the error again.
+        with contextlib.suppress(Exception):
+            _load(kernel, self.device)
+
+
+# What the current `compile_only` compiles; None: kernels are started.
+_compiling: ContextVar[_LongestFirst | None] = ContextVar("cce_dist_compiling", default=None)
 
 
 def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """Returns `kernel[grid]`; within `compile_only`, a function that only compiles the kernel."""
     load_one_at_a_time()
-    compiled, options = _compiled.get(), _options()
-    if compiled is None:
+    compiling, options = _compiling.get(), _options()
+    if compiling is None:
         launch = functools.partial(kernel[grid], **options) if options else kernel[grid]
         recorder = observer.get()
         return launch if recorder is None else _recorded(launch, kernel, grid, recorder)
-    return lambda *args, **named: compiled.append(
-        Compilation(kernel.__name__, kernel.warmup(*args, grid=grid, **options, **named))
-    )
+    return functools.partial(compiling.compile, kernel, grid=grid, **options)
 
 
 def _recorded(
@@ -96,7 +140,7 @@ def _options() -> dict[str, bool]:
 
 def is_compiling_only() -> bool:
     """Tells whether kernels are not started: their outputs then hold no valid indices."""
-    return _compiled.get() is not None
+    return _compiling.get() is not None
 
 
 @functools.cache
@@ -114,14 +158,19 @@ def compile_only(device: torch.device) -> Iterator[list[Compilation]]:
     A kernel that cannot be compiled or loaded is skipped: its launch will say why, and so does the
     list of compilations, each binary once, that the context returns.
     """
-    compiled: list[Compilation] = []
-    token = _compiled.set(compiled)
+    build_one_at_a_time()
+    compiling = _LongestFirst(device)
+    compiled = compiling.compilations
+    token = _compiling.set(compiling)
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with ThreadPoolExecutor(min(16, workers or 1), "cce_dist compiles") as executor:
         try:
-            with triton.AsyncCompileMode(executor, ignore_errors=True):
-                yield compiled
+            with triton.AsyncCompileMode(compiling, ignore_errors=True):
+                try:
+                    yield compiled
+                finally:
+                    compiling.start(executor)
         finally:
-            _compiled.reset(token)
+            _compiling.reset(token)
         compiled[:] = {id(each.result): each for each in compiled}.values()
         list(executor.map(functools.partial(Compilation.finish, device=device), compiled))
