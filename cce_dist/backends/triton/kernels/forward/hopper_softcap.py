@@ -8,10 +8,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from cce_dist.backends.triton.kernels import numbers
-from cce_dist.backends.triton.kernels.forward.hopper_stats import add_dropped, add_stats
+from cce_dist.backends.triton.kernels.forward.hopper_stats import (
+    DROPPED_PARTS,
+    add_dropped,
+    add_stats,
+)
 from cce_dist.backends.triton.kernels.forward.hopper_sums import (
     APART,
     PARTS,
+    join_tokens,
     joined_sums,
     log2_scale_across,
     split_tokens,
@@ -139,12 +144,17 @@ def add_softcapped(
         keeps = (largest if BY_LARGEST else mass) >= threshold
         mark = gl.where(keeps, -gl.maximum(mass, 1e-30), mass)
         gl.store(mass_ptr + columns, mark.to(mass_ptr.dtype.element_ty), mask=inside)
-        drops = gl.where(keeps, 0.0, 1.0)[:, None]
-        for i in gl.static_range(PARTS):
-            p = first_of(kept[i]) * drops if IS_SCREENED else kept[i]
-            q = (second_of(kept[i]) if IS_SCREENED else kept[i]) * drops
+        drops = gl.where(keeps, 0.0, 1.0)
+        TOGETHER: gl.constexpr = PARTS // DROPPED_PARTS
+        WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOGETHER * TOKENS, 8])
+        drops = gl.convert_layout(drops, gl.SliceLayout(1, WIDE), assert_trivial=True)[:, None]
+        for i in gl.static_range(DROPPED_PARTS):
+            part = join_tokens(kept, i * TOGETHER, ROWS, TOGETHER * TOKENS, TOGETHER)
+            part = gl.convert_layout(part, WIDE, assert_trivial=True)
+            p = first_of(part) * drops if IS_SCREENED else part
+            q = (second_of(part) if IS_SCREENED else part) * drops
             add_dropped(
-                i, p, q, sum_tiles, base // 5, ROWS, TOKENS, HAS_SURPLUS and IS_SCREENED,
-                HAS_SQUARES and IS_SCREENED, IS_SCREENED,
+                i, p, q, sum_tiles, base // 5, ROWS, TOGETHER * TOKENS,
+                HAS_SURPLUS and IS_SCREENED, HAS_SQUARES and IS_SCREENED, IS_SCREENED,
             )  # fmt: skip
     return total
