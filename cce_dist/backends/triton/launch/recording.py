@@ -32,6 +32,7 @@ from cce_dist.backends.triton.launch.steps import (
     Recording,
     Release,
     Step,
+    Whole,
     names_of,
 )
 from cce_dist.backends.triton.launch.tiles import interpreted
@@ -149,7 +150,8 @@ class Recorder:
         if allocate:
             whole = tensor.is_contiguous() and tensor.nbytes == num_bytes
             shape = tuple(tensor.shape) if whole else (num_bytes // tensor.element_size(),)
-            allocation = Allocation(number, shape, tensor.dtype)
+            stride = tensor.stride() if whole else (1,)
+            allocation = Allocation(number, shape, stride, tensor.dtype)
         self.memory.append(_Memory(now, num_bytes, allocation, now))
         return number
 
@@ -280,7 +282,10 @@ class Recorder:
 
     def _with_places_in_record(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self.place_of(value)
+            place = self.place_of(value)
+            as_allocated = Allocation(place.number, place.shape, place.stride, place.dtype)
+            is_whole = not place.offset and self.memory[place.number].allocation == as_allocated
+            return Whole(place.number) if is_whole else place
         names = names_of(type(value))
         if names is not None:
             parts = [self._with_places_in_record(getattr(value, name)) for name in names]
