@@ -22,7 +22,13 @@ pytest.importorskip("triton")
 from cce_dist import Filter, linear_cross_entropy, linear_distillation
 from cce_dist.backends.triton import warm_up
 from cce_dist.backends.triton.launch import replay
-from cce_dist.backends.triton.launch.start import can_compile_only, compile_only, start
+from cce_dist.backends.triton.launch.start import (
+    LONGEST,
+    _compiling,
+    can_compile_only,
+    compile_only,
+    start,
+)
 from cce_dist.core.observer import observer
 
 CPU = torch.device("cpu")
@@ -64,6 +70,36 @@ def test_an_error_ends_compiling_only() -> None:
     start(kernel, (1,))()
     assert [call[0] for call in kernel.calls] == ["warmup", "launch"]
     assert not [t for t in threading.enumerate() if t.name.startswith("cce_dist compiles")]
+
+
+class Slow:
+    """A kernel whose compilation notes its name."""
+
+    def __init__(self, name: str, compiled: list[str]) -> None:
+        self.__name__, self.compiled = name, compiled
+
+    def warmup(self, *, grid: tuple[int, ...], **_: Any) -> Any:
+        # As Triton's mode does, whose arguments differ from release to release.
+        compiling = _compiling.get()
+        assert compiling is not None
+        return compiling.submit(self.compiled.append, self.__name__)
+
+
+def test_the_longest_compilation_starts_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not can_compile_only():
+        pytest.skip("this Triton compiles in the launch alone")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+    compiled: list[str] = []
+    with compile_only(CPU):
+        for name in ("pick_kernel", "forward_kernel", "filtered_kernel", "store_kernel"):
+            start(Slow(name, compiled), (1,))()
+    assert compiled == ["filtered_kernel", "forward_kernel", "pick_kernel", "store_kernel"]
+
+
+def test_longest_names_kernels_that_exist() -> None:
+    kernels = Path(warm_up.__file__).parent / "kernels"
+    source = "".join(path.read_text() for path in kernels.rglob("*.py"))
+    assert [name for name in LONGEST if f"def {name}(" not in source] == []
 
 
 # A process of its own, as the first call of a process is what it is about.
