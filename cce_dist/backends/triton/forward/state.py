@@ -340,7 +340,7 @@ class ForwardState:
         """Merges the splits of each segment as the last launch left them; targets are still to be
         added.
 
-        Args: full: of `Screened`, once it is known; until then no statistics are.
+        Args: full: of `Screened`; None before the guard, which reads no statistics.
         """
         split_states = self.buffers.split_states[last.number % SLOTS.value]
         padded = self.packed.shape[0]

@@ -44,6 +44,7 @@ class Compilation:
         return self.result.kernel if is_future else self.result
 
     def finish(self, device: torch.device) -> None:
+        """Loads the kernel, unless it is loaded, and notes what went wrong."""
         if self.kernel is None:
             self.error = self.result and self.result.future.exception()
             return

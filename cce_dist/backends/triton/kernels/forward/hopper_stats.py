@@ -19,10 +19,10 @@ from cce_dist.backends.triton.kernels.forward.hopper_sums import (
     joined_sums,
     log2_scale_across,
     rows_of_thread,
-    rows_of_warps,
     split_tokens,
     take_sum,
     with_rows_of,
+    with_sum,
 )
 from cce_dist.backends.triton.kernels.hopper_products import GROUPS
 
@@ -115,7 +115,6 @@ def add_stats(
 ):
     """Adds a part of a tile to the statistics."""
     SUMS: gl.constexpr = sum_tiles.shape[0] // GROUPS
-    LEFT: gl.constexpr = sum_tiles.shape[1]
     first = base // 5 * SUMS + 2 * HAS_MOMENTS
     if HAS_ARGMAX:
         best_tile = of_token.index(base + 3).slice(part * TOKENS, TOKENS)
@@ -123,23 +122,19 @@ def add_stats(
     # All loads come before all stores: between them the warps wait for each other.
     if HAS_SURPLUS:
         # 0 times -inf would be NaN.
-        excess = rows_of_warps(p * gl.maximum(log_p, numbers.LOWEST), ROWS, TOKENS, LEFT)
         surplus_tile = sum_tiles.index(first).slice(part * TOKENS, TOKENS, 1)
-        excess += surplus_tile.load(excess.type.layout)
+        excess = with_sum(surplus_tile, p * gl.maximum(log_p, numbers.LOWEST), ROWS)
     if HAS_SQUARES:
-        p2 = rows_of_warps(p * p, ROWS, TOKENS, LEFT)
         p2_tile = sum_tiles.index(first + HAS_SURPLUS).slice(part * TOKENS, TOKENS, 1)
-        p2 += p2_tile.load(p2.type.layout)
+        p2 = with_sum(p2_tile, p * p, ROWS)
     if HAS_MOMENTS:
         origin_tile = of_token.index(base + 4).slice(part * TOKENS, TOKENS)
         origin = origin_tile.load(gl.SliceLayout(0, z.type.layout))
         off = gl.where((columns < V)[:, None], z - origin[None, :], 0.0)
-        sums = rows_of_warps(off, ROWS, TOKENS, LEFT)
-        squares = rows_of_warps(off * off, ROWS, TOKENS, LEFT)
         sum_tile = sum_tiles.index(first - 2).slice(part * TOKENS, TOKENS, 1)
         square_tile = sum_tiles.index(first - 1).slice(part * TOKENS, TOKENS, 1)
-        sums += sum_tile.load(sums.type.layout)
-        squares += square_tile.load(squares.type.layout)
+        sums = with_sum(sum_tile, off, ROWS)
+        squares = with_sum(square_tile, off * off, ROWS)
     if HAS_SURPLUS:
         surplus_tile.store(excess)
     if HAS_SQUARES:
@@ -163,25 +158,20 @@ def add_dropped(
     HAS_UNKEPT: gl.constexpr,
 ):
     """Adds a part of a tile to the sums over dropped columns."""
-    LEFT: gl.constexpr = sum_tiles.shape[1]
     at = sum_tiles.shape[0] // GROUPS * (group + 1) - 1
-    dropped = rows_of_warps(q, ROWS, TOKENS, LEFT)
     dropped_tile = sum_tiles.index(at).slice(part * TOKENS, TOKENS, 1)
-    dropped += dropped_tile.load(dropped.type.layout)
+    dropped = with_sum(dropped_tile, q, ROWS)
     if HAS_UNKEPT:
-        unkept = rows_of_warps(p, ROWS, TOKENS, LEFT)
         unkept_tile = sum_tiles.index(at - 1).slice(part * TOKENS, TOKENS, 1)
-        unkept += unkept_tile.load(unkept.type.layout)
+        unkept = with_sum(unkept_tile, p, ROWS)
     at -= HAS_UNKEPT + HAS_SQUARES
     if HAS_SQUARES:
-        p2 = rows_of_warps(p * p, ROWS, TOKENS, LEFT)
         p2_tile = sum_tiles.index(at).slice(part * TOKENS, TOKENS, 1)
-        p2 += p2_tile.load(p2.type.layout)
+        p2 = with_sum(p2_tile, p * p, ROWS)
     if HAS_SURPLUS:
         # 0 times -inf would be NaN.
-        excess = rows_of_warps(p * fast_log2(gl.maximum(p, LEAST)), ROWS, TOKENS, LEFT)
         surplus_tile = sum_tiles.index(at - 1).slice(part * TOKENS, TOKENS, 1)
-        excess += surplus_tile.load(excess.type.layout)
+        excess = with_sum(surplus_tile, p * fast_log2(gl.maximum(p, LEAST)), ROWS)
     dropped_tile.store(dropped)
     if HAS_UNKEPT:
         unkept_tile.store(unkept)

@@ -120,6 +120,13 @@ def rows_of_warps(x, ROWS: gl.constexpr, TOKENS: gl.constexpr, LEFT: gl.constexp
 
 
 @gluon.jit
+def with_sum(tile, x, ROWS: gl.constexpr):
+    """Returns a sum in shared memory, [LEFT, TOKENS], with the rows of x [ROWS, TOKENS] added."""
+    rows = rows_of_warps(x, ROWS, tile.shape[1], tile.shape[0])
+    return rows + tile.load(rows.type.layout)
+
+
+@gluon.jit
 def forget_sum(tile):
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     rows: gl.constexpr = tile.shape[0]
