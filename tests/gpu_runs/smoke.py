@@ -139,6 +139,7 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
     ),
     "backends/test_screened.py::test_screened_is_closer_than_dense_16_bit": (
         *("moments_kernel", "vectors_kernel", "sizes_kernel", "shift_kernel", "quantize_kernel"),
+        *("sum_parts_kernel", "no_columns_kernel"),
         *("order_kernel", "similar_kernel", "launch_sums_kernel", "factors_kernel"),
         *("marks_kernel", "key_kernel", "sort_kernel"),
         *("tiles_kernel", "running_sums_kernel", "chunks_kernel"),

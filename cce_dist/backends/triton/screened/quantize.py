@@ -28,6 +28,7 @@ from cce_dist.backends.triton.kernels.screened.rounding import (
     moments_kernel,
     shift_kernel,
     sizes_kernel,
+    sum_parts_kernel,
     vectors_kernel,
 )
 from cce_dist.backends.triton.launch.arguments import rows_of, with_unit_inner_stride
@@ -121,9 +122,29 @@ def _sums_of(
 
     def launch() -> None:
         launch_parts()
-        torch.sum(part, 0, out=sums)
+        sum_parts(part, sums)
 
     return taken, sums, launch
+
+
+def sum_parts(part: Tensor, out: Tensor, seen: Tensor | None = None) -> None:
+    """Sums fp32 parts, [splits, ...], over the first dim.
+
+    Args: seen: [splits, GROUPS]: `out`, [.., GROUPS, D], is divided by its sum.
+    """
+    size, block, splits = out.numel(), (4096 if interpreted() else 256), len(part)
+    start(sum_parts_kernel, (triton.cdiv(size, block),))(
+        part,
+        part if seen is None else seen,
+        out,
+        splits,
+        size,
+        out.shape[-1],
+        GROUPS=1 if seen is None else seen.shape[1],
+        HAS_SEEN=seen is not None,
+        SPLITS=triton.next_power_of_2(splits) if interpreted() else 16,
+        BLOCK=block,
+    )
 
 
 def quantize_weight(

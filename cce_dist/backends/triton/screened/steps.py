@@ -23,12 +23,12 @@ from cce_dist.backends.triton.forward.operands import EightBit, Finished
 from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.kernels.screened.exact_columns import (
     exact_columns_kernel,
+    no_columns_kernel,
     screened_lse_kernel,
 )
 from cce_dist.backends.triton.kernels.screened.guard import guard_kernel, guard_parts_kernel
 from cce_dist.backends.triton.kernels.screened.stats import (
     ALL_SUMS,
-    LARGEST,
     PLAIN_SUMS,
     screened_stats_kernel,
 )
@@ -141,9 +141,11 @@ def sum_exact_columns(
     """
     padded = state.packed.shape[0]
     num_sums = ALL_SUMS.value if state.has_screened_stats else PLAIN_SUMS.value
-    sums = state.weight.new_zeros(num_sums, padded, dtype=torch.float32)
-    # Both largest logits, of which the second is a statistic.
-    sums[:: LARGEST.value].fill_(-torch.inf)
+    sums = state.weight.new_empty(num_sums, padded, dtype=torch.float32)
+    rows = state.weight.new_empty(padded, dtype=torch.int64)
+    start(no_columns_kernel, (triton.cdiv(padded, TOKEN_BLOCK),))(
+        sums, rows, padded, SUMS=num_sums, BLOCK_N=TOKEN_BLOCK
+    )
     num_bytes = marks.room(room.workspace_bytes, state.num_blocks)
     draws = logits is not None and logits.draws
     lists = Lists.of(marks, state.weight, state.num_blocks, num_bytes, draws=draws)
@@ -151,7 +153,7 @@ def sum_exact_columns(
     if logits is not None:
         stored, ref, bad_ref = logits.make_room(lists, state.weight)
     _launch_exact_columns(
-        state, finished, marks, lists, screened.full, sums, stored, room.shares_device
+        state, finished, marks, lists, screened.full, rows, sums, stored, room.shares_device
     )
     return ExactSums(sums, ref, bad_ref)
 
@@ -239,12 +241,13 @@ def _launch_exact_columns(
     marks: Marks,
     lists: Lists,
     full: Tensor,
+    rows: Tensor,  # [N_padded] int64: 0 to N_padded - 1
     sums: Tensor,  # written
     stored: Tensor | None,  # [max_rows, 128] fp16, written; None: no logits are kept
     shares_device: bool,
 ) -> None:
     weight, head, tiles = state.weight, state.head, tiles_for(state.weight)
-    padded, dim, segment = state.packed.shape[0], weight.shape[1], tiles.pair * TILE
+    dim, segment = weight.shape[1], tiles.pair * TILE
     max_tasks = triton.cdiv(lists.max_rows, segment) + state.num_blocks
     entries, queue = int32_zeros(weight.device, (2, lists.max_rows), (lists.max_chunks + 3,))
     programs, cooperative = num_programs(weight), {}
@@ -255,7 +258,7 @@ def _launch_exact_columns(
         if shares_device:
             programs = max(programs - LEFT_TO_OTHERS * tiles.residents, programs // 2)
     start(exact_columns_kernel, (programs,))(
-        hidden_ptr=state.packed, rows_ptr=torch.arange(padded, device=weight.device),
+        hidden_ptr=state.packed, rows_ptr=rows,
         weight_ptr=weight, bias_ptr=state.count if head.bias is None else head.bias,
         target_ptr=state.targets, target_logit_ptr=finished.target_logit, lse_ptr=finished.lse,
         stored_ptr=state.count if stored is None else stored, full_ptr=full,

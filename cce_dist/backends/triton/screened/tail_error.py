@@ -28,6 +28,7 @@ from cce_dist.backends.triton.kernels.screened.tail_error import (
 )
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import interpreted, num_programs
+from cce_dist.backends.triton.screened.quantize import sum_parts
 from cce_dist.backends.triton.screened.selection_error import selection_error
 from cce_dist.core.streams import start_on_side_stream
 from cce_dist.core.types import QuantizedRows
@@ -124,7 +125,7 @@ def _moments_of(
     share = weight.new_empty(groups, num_runs * RUN.value, dtype=share_dtype)
     part = weight.new_empty(splits, 3, groups, dim, dtype=fp32)
     seen = weight.new_empty(splits, groups, dtype=fp32)
-    sums, seen_sum = torch.empty_like(part[0]), torch.empty_like(seen[0])
+    means = torch.empty_like(part[0])
     launch_shares = functools.partial(
         start(tail_shares_kernel, (triton.cdiv(num_runs * RUN.value, 2 * block_v),)),
         state.buffers.mass,
@@ -163,11 +164,9 @@ def _moments_of(
     def launch() -> None:
         launch_shares()
         launch_moments()
-        torch.sum(part, 0, out=sums)
-        torch.sum(seen, 0, out=seen_sum)
-        sums.div_(seen_sum[:, None])
+        sum_parts(part, means, seen)
 
-    return sums, launch
+    return means, launch
 
 
 def _num_groups(num_blocks: int, blocks_per_group: int) -> int:

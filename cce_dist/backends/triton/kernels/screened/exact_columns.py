@@ -15,6 +15,7 @@ from cce_dist.backends.triton.kernels.filter.column_lists import list_task
 from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, log2_of
 from cce_dist.backends.triton.kernels.screened.stats import (
     ALL_SUMS,
+    LARGEST,
     PLAIN_SUMS,
     SQUARES,
     SURPLUS,
@@ -146,6 +147,26 @@ def merge_task(
         top = higher
     tl.store(kept_ptrs, top)
     tl.store(kept_ptrs + N, total)
+
+
+@triton.jit
+def no_columns_kernel(
+    sum_ptr,  # [SUMS, N] fp32: see `stats.ALL_SUMS`: out
+    rows_ptr,  # [N] int64: 0 to N - 1: out
+    N,  # a multiple of BLOCK_N
+    SUMS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Writes the sums over no columns, and the tokens' rows, for `exact_columns_kernel`."""
+    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    nothing = tl.zeros((BLOCK_N,), tl.float32)
+    for number in tl.static_range(1, SUMS):
+        tl.store(sum_ptr + number * N + token, nothing)
+    # Both largest logits, of which the second is a statistic.
+    tl.store(sum_ptr + token, nothing - float("inf"))
+    if SUMS > LARGEST:
+        tl.store(sum_ptr + LARGEST * N + token, nothing - float("inf"))
+    tl.store(rows_ptr + token, token.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["num_blocks", "max_chunks", "words"])

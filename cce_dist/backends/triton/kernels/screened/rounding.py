@@ -43,6 +43,37 @@ def moments_kernel(
     tl.store(part_ptrs + D, tl.sum(square, 0), mask=dims < D)
 
 
+@triton.jit(do_not_specialize=["splits"])
+def sum_parts_kernel(
+    part_ptr,  # [splits, size] fp32
+    seen_ptr,  # [splits, GROUPS] fp32, if HAS_SEEN
+    out_ptr,  # [size] fp32 sum of the parts, divided by that of the group's `seen_ptr`: out
+    splits,
+    size,
+    D,  # numbers that follow each other and have one group
+    GROUPS: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds up the parts that programs of another kernel have computed."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    group = at // D % GROUPS
+    total = tl.zeros((BLOCK,), tl.float32)
+    seen = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, splits, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        inside = (split < splits)[:, None] & (at < size)[None, :]
+        part_ptrs = part_ptr + split.to(tl.int64)[:, None] * size + at[None, :]
+        total += tl.sum(tl.load(part_ptrs, mask=inside, other=0.0), 0)
+        if HAS_SEEN:
+            seen_ptrs = seen_ptr + split[:, None] * GROUPS + group[None, :]
+            seen += tl.sum(tl.load(seen_ptrs, mask=(split < splits)[:, None], other=0.0), 0)
+    if HAS_SEEN:
+        total = total / seen
+    tl.store(out_ptr + at, total, mask=at < size)
+
+
 @triton.jit
 def read_some(
     source_ptr, rows_ptr, index, number, dims, D, every, stride_sn, HAS_ROWS: tl.constexpr
