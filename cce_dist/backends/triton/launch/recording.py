@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from cce_dist.backends.triton.launch.steps import (
+    POOL,
     Allocation,
     Fork,
     Join,
@@ -33,8 +34,10 @@ from cce_dist.backends.triton.launch.steps import (
     Release,
     Step,
     Whole,
+    Zero,
     names_of,
 )
+from cce_dist.backends.triton.launch.stretches import in_stretches
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.observer import Arguments
 
@@ -104,8 +107,9 @@ class Recorder:
     def __post_init__(self) -> None:
         ends: list[tuple[int, int, int]] = []
         for tensor in self.inputs:
-            self.memory.append(_Memory(0, 0))
-            ends.append((tensor.untyped_storage()._cdata, *_extent(tensor)))
+            start, stop = _extent(tensor)
+            self.memory.append(_Memory(0, stop - start))
+            ends.append((tensor.untyped_storage()._cdata, start, stop))
         self._extents = ends
         for number, (storage, start, stop) in enumerate(ends):
             for other, begin, end in ends[:number]:
@@ -199,6 +203,12 @@ class Recorder:
         if function in _ALLOCATIONS:
             self._add(results[0], allocate=True)
             return
+        if function in _ZEROS:
+            number = self._add(results[0], allocate=True)
+            self.memory[number].zeroed_by = len(self.steps)
+        if function in _ZEROS or (function is aten.zero_.default and results[0].is_contiguous()):
+            self.steps.append(Zero(self.place_of(results[0]), self._side))
+            return
         before = {x.untyped_storage()._cdata for x in _tensors((args, tuple(named.values())))}
         new = [
             (at, x)
@@ -211,8 +221,6 @@ class Recorder:
         if any(tensor.storage_offset() for _, tensor in new):
             raise Unrecordable(f"{function} returns a part of its memory")
         makes = [(at, self._add(tensor, allocate=False)) for at, tensor in new]
-        if function in _ZEROS:
-            self.memory[makes[0][1]].zeroed_by = len(self.steps)
         single = isinstance(result, Tensor)
         self.steps.append(Operator(function, args, named, makes, single, self._side))
 
@@ -272,10 +280,13 @@ class Recorder:
         last = len(self.steps)
         returned = {number for number, memory in enumerate(self.memory) if memory.last_use == last}
         pool = self._pool(returned)
+        steps = self._with_memory(pool, returned)
         return Recording(
             device=self.inputs[0].device,
             num_memories=len(self.memory),
-            steps=self._with_memory(pool, returned),
+            steps=in_stretches(
+                steps, [memory.num_bytes for memory in self.memory], len(self.inputs)
+            ),
             pool=pool,
             result=outputs,
         )
@@ -308,7 +319,9 @@ class Recorder:
                 end += _aligned(memory.num_bytes)
         zero_bytes = end
         placed: list[tuple[int, _Memory]] = []
-        shared = [each for each in small if each[1].allocation is not None]
+        shared = [
+            each for each in small if each[1].allocation is not None and each[1].zeroed_by is None
+        ]
         for number, memory in sorted(shared, key=lambda each: -each[1].num_bytes):
             offset = zero_bytes
             for start, other in sorted(placed, key=lambda each: each[0]):
@@ -333,6 +346,8 @@ class Recorder:
             if number not in returned and number not in in_pool:
                 after.setdefault(memory.last_use, []).append(number)
         steps: list[Step] = []
+        if pool.zero_bytes:
+            steps.append(Zero(Place(POOL, 0, (pool.zero_bytes,), (1,), torch.uint8), None))
         for at, step in enumerate([*self.steps, None]):
             steps += before.get(at, [])
             steps += [] if step is None or at in done else [step]
