@@ -9,6 +9,7 @@ import random
 import statistics
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -208,9 +209,16 @@ def peak_extra_bytes(variant: Variant, device: torch.device) -> int:
 
 
 def host_seconds(variant: Variant, device: torch.device) -> float:
-    """Returns the host's median time from an idle device until `run` returns."""
-    taken = []
+    """Returns the host's median time from an idle device until `run` returns.
+
+    Other memory is allocated and freed between the calls, as a training step does: each call gets
+    other addresses.
+    """
+    taken, sizes = [], random.Random(0)
+    others: deque[list[torch.Tensor]] = deque(maxlen=4)
     for _ in range(HOST_REPEATS):
+        num_bytes = [sizes.randrange(1, most) for most in (2**12, 2**18, 2**22) for _ in range(3)]
+        others.append([torch.empty(size, dtype=torch.uint8, device=device) for size in num_bytes])
         with variant.prepared() as call:
             synchronize(device)
             start = time.perf_counter()
