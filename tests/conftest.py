@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from cce_dist.backends.triton import kernels
-from cce_dist.testing import Place, RankPool, shared_pool, speed_up_interpreter
+from cce_dist.testing import (
+    Place,
+    RankPool,
+    screen_small_calls,
+    shared_pool,
+    speed_up_interpreter,
+)
 from cce_dist.testing.forks import start_fork_server
 from tests.gpu_runs.smoke import is_smoke
 
@@ -138,6 +144,13 @@ def gpu_pools() -> Iterator[dict[int, RankPool]]:
 def poison() -> Iterator[None]:
     with poisoned_memory():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_calls_are_screened() -> None:
+    # Triton's interpreter screens them anyway.
+    if torch.cuda.is_available():
+        screen_small_calls()
 
 
 @pytest.fixture(autouse=True)

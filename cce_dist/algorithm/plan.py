@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -212,14 +212,24 @@ def plan_of(
     shard: VocabShard,
     *,
     entropy: bool = False,
+    has_quantized: bool = False,
 ) -> Plan:
-    """Chooses the backend and the filter's threshold.
+    """Chooses the backend, the filter's threshold, and full logits where 8 bits cost time.
 
     Args:
         num_tokens: tokens of all ranks, ignored tokens included.
         entropy: compute the entropy, whatever the options say.
+        has_quantized: the caller passes the weight's 8-bit copy.
     """
     backend = choose_backend(options, hidden, num_tokens, shard.num_classes)
+    # All ranks decide alike, however many rows each has.
+    share = shard.vocab_size // group_size(group)
+    if (
+        options.logits == "screened"
+        and not has_quantized
+        and not backend.gains_by_screening(num_tokens, share, hidden.shape[-1])
+    ):
+        options = _with_full_logits(options)
     threshold = options.filter.threshold(
         str(hidden.dtype).removeprefix("torch."),
         shard.vocab_size,
@@ -227,6 +237,12 @@ def plan_of(
     )
     wanted = wanted_of(options, entropy=entropy)
     return Plan(options, shard, group, backend, wanted, threshold)
+
+
+@functools.cache
+def _with_full_logits(options: LossOptions) -> LossOptions:
+    # A filtered backward of full logits keeps none of them.
+    return replace(options, logits="full", screen=Screen(), keep_logits=None)
 
 
 def wanted_of(options: LossOptions, *, entropy: bool = False) -> Wanted:

@@ -231,6 +231,11 @@ class Backend(Protocol):
         by `request.filter`. Both exchange their bounds, the student first."""
         ...
 
+    def gains_by_screening(self, num_tokens: int, num_columns: int, dim: int) -> bool:
+        """Tells whether a call that quantises [num_columns, dim] itself may be faster with 8-bit
+        logits than with full ones."""
+        ...
+
     def pick(self, ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
         """Moves the targets that count, of ids [N], to the front."""
         ...

@@ -121,7 +121,15 @@ def prepare(
         quantized_weight.check(weight, shard.num_classes, options)
 
     entropy = differentiates(inputs.temperature)
-    plan = plan_of(hidden, targets.numel(), options, ranks, shard, entropy=entropy)
+    plan = plan_of(
+        hidden,
+        targets.numel(),
+        options,
+        ranks,
+        shard,
+        entropy=entropy,
+        has_quantized=quantized_weight is not None,
+    )
     picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
     validation.check_target_range(
         picked.targets, shard.vocab_size, options.ignore_index, picked.in_range

@@ -19,7 +19,7 @@ from cce_dist.backends.triton.forward.largest import largest
 from cce_dist.backends.triton.grads import backward, scale
 from cce_dist.backends.triton.launch.replay import Replayed
 from cce_dist.backends.triton.pairs import pair_gradients, pair_logits
-from cce_dist.backends.triton.screened.quantize import quantize_for
+from cce_dist.backends.triton.screened.quantize import gains_by_screening, quantize_for
 from cce_dist.backends.triton.stats import forward, statistics_of_segments
 from cce_dist.backends.triton.teacher.forward import forward_of_heads
 from cce_dist.backends.triton.teacher.top import top
@@ -70,6 +70,7 @@ class TritonBackend:
     top = staticmethod(top)
     scores_like = staticmethod(Marks.like)
     warm_up = staticmethod(warm_up)
+    gains_by_screening = staticmethod(gains_by_screening)
     pair_logits = staticmethod(pair_logits)
     pair_gradients = staticmethod(pair_gradients)
 

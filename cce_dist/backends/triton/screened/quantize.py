@@ -38,6 +38,9 @@ from cce_dist.core.streams import start_on_side_stream
 from cce_dist.core.types import Head, QuantizedRows, Tokens
 from cce_dist.options import Screen
 
+# A call of fewer tokens, or of fewer products of hidden's and weight's elements, takes longer with
+# 8-bit logits than with full ones: docs/notebook/2026-11-27/heads.md#when-screening-pays.
+FEWEST_TOKENS, FEWEST_PRODUCTS = 1536, 2**40
 # Programs that add up the sizes of a weight's rows; each program for tokens reads all their sums.
 SIZE_PARTS = 64
 
@@ -80,6 +83,13 @@ def start_sums(tokens: Tokens, head: Head, screen: Screen | None) -> Callable[[]
         return Sums(of_weight, of_hidden, taken, count)
 
     return sums
+
+
+def gains_by_screening(num_tokens: int, num_columns: int, dim: int) -> bool:
+    """Tells whether 8-bit logits may save more than it takes to quantise the weight. The
+    interpreter's time is no matter: it always screens."""
+    products = num_tokens * num_columns * dim
+    return interpreted() or (num_tokens >= FEWEST_TOKENS and products >= FEWEST_PRODUCTS)
 
 
 def moments_of(matrix: Tensor, *, every: int = 1) -> Moments:
