@@ -117,39 +117,63 @@ def run_rank(fault: Fault, rank: int, folder: Path) -> None:
         os._exit(1 if error else 0)
 
 
-def run_job(fault: Fault, folder: Path) -> list[Ending]:
-    """On ranks that are forks of this process, of which those that survive end by themselves."""
+@dataclass(frozen=True)
+class Job:
+    """Ranks that are forks of this process, of which those that survive end by themselves."""
+
+    fault: Fault
+    folder: Path
+    processes: list[Any]
+    deadline: float
+
+    @property
+    def note(self) -> Path:
+        return self.folder / "fault"
+
+    def wait_for_fault(self) -> None:
+        """Returns as soon as it has happened; or when all ranks have ended, without it."""
+        while not self.note.exists() and any(each.is_alive() for each in self.processes):
+            if time.monotonic() > self.deadline:
+                return
+            time.sleep(0.01)
+
+    def finish(self) -> list[Ending]:
+        running = {process.sentinel for process in self.processes}
+        if self.fault.kind == "stops":
+            running.discard(self.processes[self.fault.rank].sentinel)
+        ended: set[Any] = set()
+        while running - ended and time.monotonic() < self.deadline:
+            ended |= set(wait(list(running - ended), self.deadline - time.monotonic()))
+        began = float(self.note.read_text()) if self.note.exists() else 0.0
+        endings = []
+        for rank, process in enumerate(self.processes):
+            if process.sentinel in ended:
+                process.join()
+            code = process.exitcode
+            process.kill()
+            process.join()
+            path = self.folder / f"{rank}.json"
+            said = json.loads(path.read_text()) if path.exists() else {"at": began, "error": ""}
+            endings.append(Ending(code, said["at"] - began, said["error"]))
+        return endings
+
+
+def start_job(fault: Fault, folder: Path) -> Job:
     folder.mkdir()
     context = multiprocessing.get_context("fork")
     ranks = range(fault.setup.world)
     processes = [context.Process(target=run_rank, args=(fault, rank, folder)) for rank in ranks]
     for process in processes:
         process.start()
-    running = {process.sentinel for process in processes}
-    if fault.kind == "stops":
-        running.discard(processes[fault.rank].sentinel)
-    ended: set[Any] = set()
-    deadline = time.monotonic() + JOB_S + TIMEOUT_S + SLACK_S
-    while running - ended and time.monotonic() < deadline:
-        ended |= set(wait(list(running - ended), deadline - time.monotonic()))
-    note = folder / "fault"
-    began = float(note.read_text()) if note.exists() else 0.0
-    endings = []
-    for rank, process in enumerate(processes):
-        if process.sentinel in ended:
-            process.join()
-        code = process.exitcode
-        process.kill()
-        process.join()
-        path = folder / f"{rank}.json"
-        said = json.loads(path.read_text()) if path.exists() else {"at": began, "error": ""}
-        endings.append(Ending(code, said["at"] - began, said["error"]))
-    return endings
+    return Job(fault, folder, processes, time.monotonic() + JOB_S + TIMEOUT_S + SLACK_S)
 
 
 def run_jobs(faults: Sequence[Fault], folder: Path) -> list[list[Ending]]:
-    """What becomes of each rank, of one job after the other: forks of one process that has imported
-    Megatron."""
+    """What becomes of each rank, of jobs that are forks of one process that has imported Megatron.
+
+    A job starts when the fault of the one before has happened: survivors of a rank that has stopped
+    wait for the timeout, and take no time of a core.
+    """
     ours, theirs = fork_context().Pipe(duplex=False)
     process: Any = fork_context().Process(target=_serve, args=(faults, folder, theirs))
     process.start()
@@ -163,5 +187,9 @@ def run_jobs(faults: Sequence[Fault], folder: Path) -> list[list[Ending]]:
 
 def _serve(faults: Sequence[Fault], folder: Path, connection: Any) -> None:
     import_megatron("cpu")
+    jobs = []
     for number, fault in enumerate(faults):
-        connection.send(run_job(fault, folder / str(number)))
+        jobs.append(start_job(fault, folder / str(number)))
+        jobs[-1].wait_for_fault()
+    for job in jobs:
+        connection.send(job.finish())
