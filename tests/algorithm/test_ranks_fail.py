@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import os
 import pickle
 import signal
@@ -26,8 +27,8 @@ from cce_dist.testing import fork_context
 TIMEOUT = 2.0
 # Beside the timeout: two processes on a busy core.
 SLACK = 20.0
-SIZE, TOKENS, CLASSES, DIM = 5, 64, 300, 16
-# Of which the last one fails: 2, 3 and 4 die in turn.
+SIZE, TOKENS, CLASSES, DIM = 6, 64, 300, 16
+# Of which the last one fails.
 Members = tuple[int, ...]
 
 
@@ -92,9 +93,8 @@ def serve(rank: int, store: str, groups: list[Members], connection: Connection) 
     short, long = (datetime.timedelta(seconds=seconds) for seconds in (TIMEOUT, 60))
     dist.init_process_group("gloo", store=dist.FileStore(store, SIZE), rank=rank, world_size=SIZE)
     # One for each call, in the same order on every rank: a group that saw a failure is lost.
-    last = len(groups) - 1
     made = [
-        dist.new_group(list(members), timeout=long if number in (0, last) else short)
+        dist.new_group(list(members), timeout=short if 0 < number <= len(SCENARIOS) else long)
         for number, members in enumerate(groups)
     ]
     connection.send_bytes(pickle.dumps("ready"))
@@ -114,7 +114,7 @@ def serve(rank: int, store: str, groups: list[Members], connection: Connection) 
 
 
 class Ranks:
-    """Five processes, and the groups that each scenario uses up."""
+    """Six processes, and the groups that each scenario uses up."""
 
     def __init__(self, folder: Path, groups: list[Members]) -> None:
         context = fork_context()
@@ -148,17 +148,24 @@ class Ranks:
 
 
 PHASES = ("before", "forward", "backward")
+PAIRS = ((0, 1), (2, 3), (4, 5))
 Scenario = tuple[Members, str, str]
-SCENARIOS: list[Scenario] = [
-    *(((0, 1), fault, phase) for fault in ("skips", "stops") for phase in PHASES),
-    *(((0, 1, rank), "dies", phase) for rank, phase in zip((2, 3, 4), PHASES, strict=True)),
+# Those of a row at the same time, by ranks of their own: of these faults only the timeout tells.
+ROWS: list[list[Scenario]] = [
+    *(
+        [(pair, fault, phase) for pair, phase in zip(PAIRS, PHASES, strict=True)]
+        for fault in ("skips", "stops")
+    ),
+    # 2, 3 and 4 die in turn.
+    *([((0, 1, rank), "dies", phase)] for rank, phase in zip((2, 3, 4), PHASES, strict=True)),
 ]
+SCENARIOS = [scenario for row in ROWS for scenario in row]
 
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    # The first group computes what is right, the last one once more after all that happened.
-    groups: list[Members] = [(0, 1), *(members for members, _, _ in SCENARIOS), (0, 1)]
+    # The first group computes what is right, the last ones once more after all that happened.
+    groups: list[Members] = [(0, 1), *(members for members, _, _ in SCENARIOS), *PAIRS, (0, 1)]
     started = Ranks(tmp_path, groups)
     try:
         yield started
@@ -166,9 +173,8 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
         started.close()
 
 
-def fail(ranks: Ranks, number: int, scenario: Scenario) -> None:
-    members, fault, phase = scenario
-    ranks.ask(number, members, fault, phase)
+def require_failure(ranks: Ranks, scenario: Scenario) -> None:
+    members, fault, _ = scenario
     for rank in members[:-1]:
         answer, seconds = ranks.answer(rank)
         assert isinstance(answer, str), f"{scenario}: rank {rank} got a result"
@@ -191,9 +197,20 @@ def fail(ranks: Ranks, number: int, scenario: Scenario) -> None:
 def test_the_others_raise_when_a_rank_fails(ranks: Ranks) -> None:
     ranks.ask(0, (0, 1))
     before = [ranks.answer(rank)[0] for rank in (0, 1)]
-    for number, scenario in enumerate(SCENARIOS, 1):
-        fail(ranks, number, scenario)
-    ranks.ask(len(SCENARIOS) + 1, (0, 1))
-    after = [ranks.answer(rank)[0] for rank in (0, 1)]
+    numbers = itertools.count(1)
+    for row in ROWS:
+        if row is ROWS[2]:  # Ranks die from here on.
+            for number, pair in enumerate(PAIRS, len(SCENARIOS) + 1):
+                require_same(ranks, number, pair, before)
+        for scenario in row:
+            ranks.ask(next(numbers), *scenario)
+        for scenario in row:
+            require_failure(ranks, scenario)
+    require_same(ranks, len(SCENARIOS) + len(PAIRS) + 1, (0, 1), before)
+
+
+def require_same(ranks: Ranks, number: int, members: Members, before: list[Any]) -> None:
+    ranks.ask(number, members)
+    after = [ranks.answer(rank)[0] for rank in members]
     for one, other in zip(before, after, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
