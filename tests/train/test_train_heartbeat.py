@@ -70,6 +70,7 @@ def test_explain_names_the_silent_rank() -> None:
 
 def test_explain_own_error_is_told_to_the_others() -> None:
     first, second = heartbeats(PATIENT_S)
+    first.grace_s = 0.0  # Nothing comes in it.
     message = second.explain(ValueError("something else"))
     assert message == "rank 1 failed in step 0 (starting): ValueError: something else"
     first._read_beats()
@@ -79,6 +80,7 @@ def test_explain_own_error_is_told_to_the_others() -> None:
 def test_refuse_is_said_by_one_rank() -> None:
     """The rank that reports may be any rank, and the others need not have found the error."""
     first, second = heartbeats(PATIENT_S)
+    first.grace_s = 0.0
     assert second.refuse(JobError("a full disk")) == "a full disk"
     assert first.refuse(JobError("a full disk")) is None
     first._read_beats()
@@ -115,6 +117,9 @@ def test_explain_is_said_once() -> None:
         each._read_beats()
         hide(each)
         each.peers = {2: each.peers[2]}
+        # As after the time of grace, in which nothing comes.
+        each.peers[2].read_at -= each.grace_s
+        each.grace_s = 0.0
     said = [each.explain(LOST) for each in (first, second)]
     assert said[0] is not None and said[0].startswith("rank 2 ") and said[1] is None
     # Ranks 0 and 1, which left because of rank 2, are not lost.
