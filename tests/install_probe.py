@@ -1,10 +1,12 @@
 """What an installed cce-dist can do, found out in its own environment: tests/test_install.py.
 
     python -I install_probe.py FOUND modules NUMBER SITE ...  imports, of the first NUMBER helps
-    python -I install_probe.py FOUND commands ANSWERS ONLY    subcommands' exit codes and output
+    python -I install_probe.py FOUND commands ANSWERS ONLY CHECKOUT ONLY CHECKOUT ...
+                                                       subcommands' exit codes and output
 
 FOUND is the JSON file to write. Each SITE is an environment's site-packages, which takes the place
-of this Python's own. With a last argument, CHECKOUT, the package is imported from there.
+of this Python's own. Subcommands whose words the pattern before matches are those of the package in
+the folder CHECKOUT; of the installed one where that is "".
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import sys
 import sysconfig
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +33,35 @@ COMMON = ("click", "numpy", "rich", "torch", "typer")
 
 
 def main(path: str, what: str, *rest: str) -> None:
+    # What forks would each import, for 2.5 s; torch's optimisers import the second.
+    for name in ("torch", "torch._dynamo"):
+        importlib.import_module(name)
     if what == "modules":
         number, *sites = rest
-        found = find_in_each(sites, int(number))
+        found: Any = find_in_each(sites, int(number))
     else:
-        answers, only, *checkout = rest
-        sys.path[:0] = checkout
-        found = run_commands(json.loads(answers), only)
+        answers, *asked = rest
+        found = {}
+        for only, checkout in zip(asked[::2], asked[1::2], strict=True):
+            found |= of_fork(functools.partial(run_commands, json.loads(answers), only, checkout))
     Path(path).write_text(json.dumps(found))
+
+
+def of_fork(function: Callable[[], Any]) -> Any:
+    """What it returns in a fork of this process, by JSON."""
+    with tempfile.NamedTemporaryFile("r") as file:
+        child = os.fork()
+        if not child:
+            # What a child raises must not go on as its parent.
+            try:
+                Path(file.name).write_text(json.dumps(function()))
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert status == 0, f"{function}: {status}"
+        return json.load(file)
 
 
 def subcommands() -> Iterator[tuple[list[str], Any]]:
@@ -65,8 +88,6 @@ def subcommands() -> Iterator[tuple[list[str], Any]]:
 def find_in_each(sites: list[str], num_helped: int) -> list[dict[str, Any]]:
     """What find_modules finds in each of these environments, by a fork: of what they have in common
     all that the first one imports is imported once. The first `num_helped` are asked for helps."""
-    import torch  # noqa: F401
-
     place = sys.path.index(sysconfig.get_path("purelib"))
     # The sources are the same in each.
     for package in PACKAGES:
@@ -74,28 +95,17 @@ def find_in_each(sites: list[str], num_helped: int) -> list[dict[str, Any]]:
             named_in(file.read_text(encoding="utf-8"))
     found = []
     for site in sites:
-        with tempfile.NamedTemporaryFile("r") as file:
-            child = os.fork()
-            if not child:
-                # What a child raises must not go on as its parent.
-                try:
-                    sys.path[place] = site
-                    helps = len(found) < num_helped
-                    Path(file.name).write_text(json.dumps(find_modules(helps=helps)))
-                    os._exit(0)
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-            _, status = os.waitpid(child, 0)
-            assert status == 0, f"{site}: {status}"
-            found.append(json.load(file))
+        helps = len(found) < num_helped
+        found.append(of_fork(functools.partial(find_modules, place, site, helps=helps)))
         for name in found[0]["common"] if len(found) == 1 else ():
             importlib.import_module(name)
     return found
 
 
-def find_modules(*, helps: bool) -> dict[str, Any]:
-    """Modules that cannot be imported, third-party ones that are named anywhere, and all helps."""
+def find_modules(place: int, site: str, *, helps: bool) -> dict[str, Any]:
+    """Modules that cannot be imported, third-party ones that are named anywhere, and all helps:
+    with `site` at that place of the path."""
+    sys.path[place] = site
     failures, third_party, texts = {}, {}, {}
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
@@ -136,9 +146,11 @@ def named_in(source: str) -> set[str]:
     return {top for name in names if (top := name.partition(".")[0]) not in known}
 
 
-def run_commands(answers: dict[str, str], only: str) -> dict[str, tuple[int, str]]:
+def run_commands(answers: dict[str, str], only: str, checkout: str) -> dict[str, tuple[int, str]]:
     """Runs those whose words the pattern `only` matches, with what `answers` has for their
-    parameters, each in a fork: torch is imported once."""
+    parameters, each in a fork."""
+    if checkout:
+        sys.path.insert(0, checkout)
     found = {}
     for words, command in subcommands():
         name = " ".join(words)

@@ -145,9 +145,14 @@ def in_checkout(words: str) -> str:
 
 
 def run_subcommands(
-    python: Path, folder: Path, only: str, checkout: Path | None = None, **more: str
+    python: Path, folder: Path, asked: dict[str, str], **more: str
 ) -> dict[str, tuple[int, str]]:
-    """Exit code and output of those whose words `only` matches, in moments of work."""
+    """Exit code and output of subcommands, in moments of work.
+
+    Args:
+        asked: of a pattern that their words match the folder with the package, "" for the
+            installed one.
+    """
     config = write_config(folder, steps=2, batch=2)
     cache, text = str(folder / "cache"), Path(argparse.__file__)
     short = folder / "short.txt"
@@ -156,15 +161,18 @@ def run_subcommands(
     answers |= {"texts": str(short), "--cache": cache, "--data": str(text)}
     answers |= {"path": str(folder / "none.json"), **more}
     path = folder / "found.json"
-    command = [str(python), "-I", str(PROBE), str(path), "commands", json.dumps(answers), only]
-    run([*command, *([str(checkout)] if checkout else [])], cwd=folder)
+    words = [word for each in asked.items() for word in each]
+    run(
+        [str(python), "-I", str(PROBE), str(path), "commands", json.dumps(answers), *words],
+        cwd=folder,
+    )
     return json.loads(path.read_text())
 
 
 def test_the_plain_install_works_or_names_the_extra(
     environments: Environments, tmp_path: Path
 ) -> None:
-    found = run_subcommands(environments(CORE), tmp_path, ".*")
+    found = run_subcommands(environments(CORE), tmp_path, {".*": ""})
     for words, (code, output) in found.items():
         if words in IN_CHECKOUT:
             assert (code, output) == (2, in_checkout(words))
@@ -191,15 +199,15 @@ def test_an_extra_is_enough_to_train(
     small = {"--layers": "1", "--batch": "2", "--sequence-length": "16", "--megabytes": "0.05"}
     short = {"--start": "random", "--held-out-tokens": "64", "--warmup": "1"}
     timed = {"--warmup-steps": "1", "--timed-steps": "1", "--no-largest": ""}
-    answers = {**sizes, **small, **short, **timed}
+    source = built[0].parent / built[0].name.removesuffix(".tar.gz")
+    records = {"--records": str(source / "docs/notebook/data/evidence")}
+    installed, checkout = "train|eval|bench train", "bench (capture|converge|first-call)|report"
     # The extra `bench` brings no more than `train`, so that the environment is the same.
     python = environments("bench")
-    found = run_subcommands(python, tmp_path, "train|eval|bench train", **answers)
-    assert len(found) == 3
-    source = built[0].parent / built[0].name.removesuffix(".tar.gz")
-    only = "bench (capture|converge|first-call)|report"
-    answers["--records"] = str(source / "docs/notebook/data/evidence")
-    found |= run_subcommands(python, tmp_path, only, source, **answers)
+    asked = {installed: "", checkout: str(source)}
+    answers = {**sizes, **small, **short, **timed, **records}
+    found = run_subcommands(python, tmp_path, asked, **answers)
+    assert [bool(re.fullmatch(installed, words)) for words in found].count(True) == 3
     assert len(found) == 7
     for words, (code, output) in found.items():
         assert code == 0, f"{words}: {output}"
