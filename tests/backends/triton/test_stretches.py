@@ -148,9 +148,12 @@ def test_stretches_keep_the_order_and_the_peak(seed: int) -> None:
             assert {number for number, _, _ in step.addresses()} <= alive
 
 
-def play(*addresses: int, may_replay: bool = True) -> Any:
+def play(*addresses: int, may_start_graphs: bool = True) -> Any:
     return SimpleNamespace(
-        addresses=list(addresses), bases=[None] * len(addresses), may_replay=may_replay, ran=[]
+        addresses=list(addresses),
+        bases=[None] * len(addresses),
+        may_start_graphs=may_start_graphs,
+        ran=[],
     )
 
 
@@ -181,10 +184,10 @@ def test_a_call_that_must_not_be_replayed_makes_no_graph(monkeypatch: pytest.Mon
     graph = SimpleNamespace(launch=launched.append)
     monkeypatch.setattr(stretches, "Graph", lambda work, play: graph)
     stretch = Stretch([], [Noted()], [])
-    stretch.run(first := play(1, may_replay=False))
+    stretch.run(first := play(1, may_start_graphs=False))
     assert first.ran and stretch.graph is None
     stretch.run(second := play(1))
-    stretch.run(third := play(1, may_replay=False))
+    stretch.run(third := play(1, may_start_graphs=False))
     assert launched == [second] and not second.ran and third.ran
 
 

@@ -1,7 +1,7 @@
 """CUDA graphs of launches and fills, whose addresses change from play to play.
 
 One call starts all of a graph's kernels. The graph is captured once. The driver then tells each
-kernel's parameters, and the addresses among them are replaced where a later play has others.
+kernel's parameters, and a later play replaces the addresses among them that are not its own.
 docs/design/host.md#graphs.
 """
 

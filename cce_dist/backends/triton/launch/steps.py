@@ -74,12 +74,14 @@ class Play:
         self.bases: list[Tensor | None] = [None] * num_memories + [self.pool]
         self.sides: dict[int, Any] = {}
         self.stream = self.hooks = self._caller = None
-        self.may_replay = False
+        self.may_start_graphs = False
         if device.type == "cuda":
             self.stream = triton.runtime.driver.active.get_current_stream(device.index)
             self.hooks = _hooks()
             # A caller's graph gets each kernel, and so does a profiler that hooks into launches.
-            self.may_replay = self.hooks is None and not torch.cuda.is_current_stream_capturing()
+            self.may_start_graphs = (
+                self.hooks is None and not torch.cuda.is_current_stream_capturing()
+            )
 
     @property
     def caller(self) -> torch.cuda.Stream | None:

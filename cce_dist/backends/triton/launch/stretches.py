@@ -26,7 +26,10 @@ SLACK = 2**20
 
 @dataclass
 class Stretch:
-    """Allocations, then kernels and fills in their order, then releases."""
+    """Allocations, then kernels and fills in their order, then releases.
+
+    Args: graph: starts the kernels and fills; None: there is none yet, or none can be captured.
+    """
 
     allocations: list[Allocation]
     work: list[Step]
@@ -37,9 +40,9 @@ class Stretch:
     def run(self, play: Play) -> None:
         for allocation in self.allocations:
             allocation.run(play)
-        if play.may_replay and self.may_capture and self.graph is None:
+        if play.may_start_graphs and self.may_capture and self.graph is None:
             self._capture(play)
-        if play.may_replay and self.graph is not None:
+        if play.may_start_graphs and self.graph is not None:
             self.graph.launch(play)
         else:
             for step in self.work:
