@@ -98,7 +98,8 @@ def linear_cross_entropy(
             reference, slower than full logits.
         screen: the 8-bit dtype, and the limits beyond which a call computes full logits instead.
         quantized_weight: `quantize_weight(weight)` or a `StepQuantizer`; without it each call
-            quantises the weight.
+            quantises the weight, and on a GPU a call of few tokens computes full logits:
+            docs/guide/modes.md#when-a-call-is-computed-in-full.
         grad_weight_into: a tensor to which the weight's gradient is added. weight.grad then stays
             None, and DDP does not reduce the gradient.
         stats: any of "lse", "entropy", "correct", "tail_mass", "logit_moments", "screened" and

@@ -170,8 +170,8 @@ class Screen:
     """Options of logits="screened": the 8-bit dtype, and limits beyond which logits are full.
 
     A call that keeps more columns than `max_kept`, or whose estimated error is larger than
-    `max_error`, computes full logits; so does one too small to gain by 8 bits:
-    docs/guide/modes.md#when-a-call-is-computed-in-full. stats=("screened",) says which it did.
+    `max_error`, computes full logits; so does a call of few tokens, without a kept copy of the
+    weight: docs/guide/modes.md#when-a-call-is-computed-in-full. stats=("screened",) says which.
 
     Args:
         dtype: the dtype of the 8-bit copies: "int8", "e4m3", or "auto" for the better of the two on

@@ -27,6 +27,7 @@ from cce_dist import LossOutput
 from cce_dist.bench.golden import LossFunction
 from cce_dist.bench.methods import describe_failure, recover
 from cce_dist.bench.training import GIB
+from cce_dist.testing import screen_small_calls
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.data.batches import Batches
 from cce_dist.train.data.tokens import prepare_tokens
@@ -120,6 +121,9 @@ class Trainer:
         were screened. A failed run has one row of part "run", whose `failed` says why.
         """
         about = {**self.about, "method": method}
+        if self.ranks.device.type == "cuda":
+            # Whether 8 bits train is asked, and not whether they pay.
+            screen_small_calls()
         try:
             return self._train(about, head_loss_of(build(), getattr(torch, self.config.dtype)))
         # A peer may raise anything, this version may refuse an option, and a loss may diverge.

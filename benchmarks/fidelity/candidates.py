@@ -18,6 +18,7 @@ from cce_dist.bench.methods import METHODS as LOSSES
 from cce_dist.bench.rank_methods import Setup
 from cce_dist.core.types import Tokens
 from cce_dist.options import TOKEN_BLOCK, Backend
+from cce_dist.testing import screen_small_calls
 
 SCREENED, NO_TAIL = "screened", "no-tail"
 # Our methods whose threshold is a column's mass in a block of 128 tokens, `Filter.keep`.
@@ -42,6 +43,9 @@ def build_loss(
     rule = Filter(keep=keep, tail=name != NO_TAIL)
     if name != SCREENED:
         return ours(filter=rule)
+    if torch.cuda.is_available():
+        # How much 8 bits err is asked, and not whether they pay.
+        screen_small_calls()
     if screen is None:
         return ours(filter=rule, logits="screened")
     return ours(filter=rule, logits="screened", screen=screen, stats=("screened",))
