@@ -21,7 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from cce_dist.backends.triton.launch.steps import (
-    POOL,
     Allocation,
     Fork,
     Join,
@@ -34,10 +33,8 @@ from cce_dist.backends.triton.launch.steps import (
     Release,
     Step,
     Whole,
-    Zero,
     names_of,
 )
-from cce_dist.backends.triton.launch.stretches import in_stretches
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.observer import Arguments
 
@@ -107,9 +104,8 @@ class Recorder:
     def __post_init__(self) -> None:
         ends: list[tuple[int, int, int]] = []
         for tensor in self.inputs:
-            start, stop = _extent(tensor)
-            self.memory.append(_Memory(0, stop - start))
-            ends.append((tensor.untyped_storage()._cdata, start, stop))
+            self.memory.append(_Memory(0, 0))
+            ends.append((tensor.untyped_storage()._cdata, *_extent(tensor)))
         self._extents = ends
         for number, (storage, start, stop) in enumerate(ends):
             for other, begin, end in ends[:number]:
@@ -203,12 +199,6 @@ class Recorder:
         if function in _ALLOCATIONS:
             self._add(results[0], allocate=True)
             return
-        if function in _ZEROS:
-            number = self._add(results[0], allocate=True)
-            self.memory[number].zeroed_by = len(self.steps)
-        if function in _ZEROS or (function is aten.zero_.default and results[0].is_contiguous()):
-            self.steps.append(Zero(self.place_of(results[0]), self._side))
-            return
         before = {x.untyped_storage()._cdata for x in _tensors((args, tuple(named.values())))}
         new = [
             (at, x)
@@ -221,6 +211,8 @@ class Recorder:
         if any(tensor.storage_offset() for _, tensor in new):
             raise Unrecordable(f"{function} returns a part of its memory")
         makes = [(at, self._add(tensor, allocate=False)) for at, tensor in new]
+        if function in _ZEROS:
+            self.memory[makes[0][1]].zeroed_by = len(self.steps)
         single = isinstance(result, Tensor)
         self.steps.append(Operator(function, args, named, makes, single, self._side))
 
@@ -280,13 +272,10 @@ class Recorder:
         last = len(self.steps)
         returned = {number for number, memory in enumerate(self.memory) if memory.last_use == last}
         pool = self._pool(returned)
-        steps = self._with_memory(pool, returned)
         return Recording(
             device=self.inputs[0].device,
             num_memories=len(self.memory),
-            steps=in_stretches(
-                steps, [memory.num_bytes for memory in self.memory], len(self.inputs)
-            ),
+            steps=self._with_memory(pool, returned),
             pool=pool,
             result=outputs,
         )
@@ -319,9 +308,7 @@ class Recorder:
                 end += _aligned(memory.num_bytes)
         zero_bytes = end
         placed: list[tuple[int, _Memory]] = []
-        shared = [
-            each for each in small if each[1].allocation is not None and each[1].zeroed_by is None
-        ]
+        shared = [each for each in small if each[1].allocation is not None]
         for number, memory in sorted(shared, key=lambda each: -each[1].num_bytes):
             offset = zero_bytes
             for start, other in sorted(placed, key=lambda each: each[0]):
@@ -346,8 +333,6 @@ class Recorder:
             if number not in returned and number not in in_pool:
                 after.setdefault(memory.last_use, []).append(number)
         steps: list[Step] = []
-        if pool.zero_bytes:
-            steps.append(Zero(Place(POOL, 0, (pool.zero_bytes,), (1,), torch.uint8), None))
         for at, step in enumerate([*self.steps, None]):
             steps += before.get(at, [])
             steps += [] if step is None or at in done else [step]

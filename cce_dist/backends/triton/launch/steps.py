@@ -49,10 +49,6 @@ class Record(NamedTuple):
         return record
 
 
-# The number of the memory that is the pool.
-POOL = -1
-
-
 class Pool(NamedTuple):
     """One allocation for all small memories."""
 
@@ -66,32 +62,20 @@ class Play:
 
     def __init__(self, device: torch.device, num_memories: int, pool: Pool) -> None:
         self.device = device
-        self.pool = torch.empty_strided((pool.num_bytes,), (1,), dtype=torch.uint8, device=device)
+        self.addresses = [0] * num_memories
+        self.pool = torch.empty(pool.num_bytes, dtype=torch.uint8, device=device)
+        if pool.zero_bytes:
+            self.pool[: pool.zero_bytes].zero_()
         start = self.pool.data_ptr()
-        self.addresses = [0] * num_memories + [start]
         for number, offset in pool.offsets:
             self.addresses[number] = start + offset
-        self.bases: list[Tensor | None] = [None] * num_memories + [self.pool]
+        self.bases: list[Tensor | None] = [None] * num_memories
         self.sides: dict[int, Any] = {}
-        self.stream = self.hooks = self._caller = None
-        self.may_start_graphs = False
+        self.caller = self.stream = self.hooks = None
         if device.type == "cuda":
-            self.stream = triton.runtime.driver.active.get_current_stream(device.index)
+            self.caller = torch.cuda.current_stream(device)
+            self.stream = self.caller.cuda_stream
             self.hooks = _hooks()
-            # A caller's graph gets each kernel, and so does a profiler that hooks into launches.
-            self.may_start_graphs = (
-                self.hooks is None and not torch.cuda.is_current_stream_capturing()
-            )
-
-    @property
-    def caller(self) -> torch.cuda.Stream | None:
-        """The stream of `stream`, which is slower to make; None: the device is no GPU."""
-        if self._caller is None and self.stream is not None:
-            self._caller = torch.cuda.current_stream(self.device)
-        return self._caller
-
-    def use_stream(self, stream: torch.cuda.Stream) -> None:
-        self._caller, self.stream = stream, stream.cuda_stream
 
     def tensor(self, place: Place) -> Tensor:
         number, offset, shape, stride, dtype = place
@@ -110,20 +94,6 @@ class Play:
 
 class Step(Protocol):
     def run(self, play: Play) -> None: ...
-
-
-class Zero(NamedTuple):
-    """Zeros in contiguous memory."""
-
-    place: Place
-    side: int | None
-
-    def run(self, play: Play) -> None:
-        if self.side is None or play.caller is None:
-            play.tensor(self.place).zero_()
-            return
-        with torch.cuda.stream(play.sides[self.side]):
-            play.tensor(self.place).zero_()
 
 
 class Allocation(NamedTuple):
@@ -181,14 +151,6 @@ class Launch:
         self.places = [(self.first + at, place) for at, place in places]
         self.pointers = [(at, place.number, place.offset) for at, place in self.places]
         self.descriptors = [(self.first + at, *about) for at, *about in descriptors]
-
-    def addresses(self) -> list[tuple[int, int, bool]]:
-        """Returns each address among the arguments, in their order: its memory, the bytes from the
-        memory's start, and whether a descriptor holds it."""
-        all_ = [(at, place, False) for at, place in self.places]
-        all_ += [(at, place, True) for at, _, _, place in self.descriptors]
-        all_.sort(key=lambda each: each[0])
-        return [(place.number, place.offset, is_in) for _, place, is_in in all_]
 
     def run(self, play: Play) -> None:
         if self.compiled is None:
