@@ -21,13 +21,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.backends.triton import kernels
-from cce_dist.testing import (
-    Place,
-    RankPool,
-    screen_small_calls,
-    shared_pool,
-    speed_up_interpreter,
-)
+from cce_dist.testing import Place, RankPool, shared_pool, speed_up_interpreter
 from cce_dist.testing.forks import start_fork_server
 from tests.gpu_runs.smoke import is_smoke
 
@@ -149,7 +143,9 @@ def poison() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def small_calls_are_screened() -> None:
     # Triton's interpreter screens them anyway.
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and importlib.util.find_spec("triton"):
+        from cce_dist.backends.triton.screened.quantize import screen_small_calls
+
         screen_small_calls()
 
 

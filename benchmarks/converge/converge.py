@@ -24,10 +24,10 @@ from benchmarks.converge.plan import CHECKPOINT_SEED, Group, Plan, Sizes, builde
 from benchmarks.converge.text import Text, evaluate, texts_of
 from benchmarks.evidence.records import Cell, Record, append_rows, locked, read_record
 from cce_dist import LossOutput
+from cce_dist.backends.triton.screened.quantize import screen_small_calls
 from cce_dist.bench.golden import LossFunction
 from cce_dist.bench.methods import describe_failure, recover
 from cce_dist.bench.training import GIB
-from cce_dist.testing import screen_small_calls
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.data.batches import Batches
 from cce_dist.train.data.tokens import prepare_tokens

@@ -12,13 +12,13 @@ import torch
 from cce_dist import Filter, LinearCrossEntropy, Screen, VocabShard
 from cce_dist.algorithm.plan import plan_of
 from cce_dist.backends.triton.launch.tiles import why_not
+from cce_dist.backends.triton.screened.quantize import screen_small_calls
 from cce_dist.bench.golden import LossFunction
 from cce_dist.bench.inputs import BenchInputs
 from cce_dist.bench.methods import METHODS as LOSSES
 from cce_dist.bench.rank_methods import Setup
 from cce_dist.core.types import Tokens
 from cce_dist.options import TOKEN_BLOCK, Backend
-from cce_dist.testing import screen_small_calls
 
 SCREENED, NO_TAIL = "screened", "no-tail"
 # Our methods whose threshold is a column's mass in a block of 128 tokens, `Filter.keep`.

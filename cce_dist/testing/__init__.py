@@ -23,7 +23,6 @@ from cce_dist.testing.places import (
     TRITON_PLACES,
     Place,
     grid,
-    screen_small_calls,
 )
 from cce_dist.testing.ranks import CollectiveCounter, RankError, RankPool, nccl_pool, shared_pool
 from cce_dist.testing.tolerance import band, check_close64, check_gate, check_outputs, check_promise

@@ -53,14 +53,6 @@ class Place:
         return f"{self.backend}_{self.device}"
 
 
-def screen_small_calls() -> None:
-    """Makes screened calls of any size compute in 8 bits, in this process: a test's are small, and
-    would gain nothing."""
-    from cce_dist.backends.triton.screened import quantize
-
-    quantize.FEWEST_TOKENS = quantize.FEWEST_PRODUCTS = 0
-
-
 TORCH_CPU = Place("torch", "cpu", tuple(DTYPES))
 # The interpreter's product of bf16 matrices is wrong.
 TRITON_CPU = Place("triton", "cpu", ("fp32", "fp16"))

@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cce_dist.testing.forks import fork_context
 from cce_dist.testing.interpreter import speed_up_interpreter
-from cce_dist.testing.places import screen_small_calls
 
 # Time that the other ranks have to fail or finish after one rank has failed.
 GRACE_SECONDS = 5.0
@@ -252,7 +251,10 @@ def _serve(rank: int, size: int, store_path: str, connection: Connection, backen
     try:
         if backend == "nccl":
             torch.cuda.set_device(rank)
-            screen_small_calls()
+            with contextlib.suppress(ImportError):  # Triton may be absent.
+                from cce_dist.backends.triton.screened.quantize import screen_small_calls
+
+                screen_small_calls()
         dist.init_process_group(
             backend, store=dist.FileStore(store_path, size), rank=rank, world_size=size
         )

@@ -92,6 +92,13 @@ def gains_by_screening(num_tokens: int, num_columns: int, dim: int) -> bool:
     return interpreted() or (num_tokens >= FEWEST_TOKENS and products >= FEWEST_PRODUCTS)
 
 
+def screen_small_calls() -> None:
+    """Makes screened calls of any size compute in 8 bits, in this process: for tests, and where the
+    question is what 8 bits do, and not whether they pay."""
+    global FEWEST_TOKENS, FEWEST_PRODUCTS
+    FEWEST_TOKENS = FEWEST_PRODUCTS = 0
+
+
 def moments_of(matrix: Tensor, *, every: int = 1) -> Moments:
     """Computes the moments of a matrix's rows. Args: every: reads each `every`-th row alone."""
     taken, sums, launch = _sums_of(with_unit_inner_stride(matrix), every)
