@@ -56,8 +56,8 @@ def test_the_rule_agrees_with_what_was_measured(
     columns: int, dim: int, tokens: int, gained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantize, "interpreted", lambda: False)
-    monkeypatch.setattr(quantize, "FEWEST_TOKENS", 1536)
-    monkeypatch.setattr(quantize, "FEWEST_PRODUCTS", 2**40)
+    monkeypatch.setattr(quantize, "FEWEST_TOKENS", 1792)
+    monkeypatch.setattr(quantize, "FEWEST_PRODUCTS", 10**12)
     assert quantize.gains_by_screening(tokens, columns, dim) is gained
 
 

@@ -40,7 +40,7 @@ from cce_dist.options import Screen
 
 # A call of fewer tokens, or of fewer products of hidden's and weight's elements, takes longer with
 # 8-bit logits than with full ones: docs/notebook/2026-11-27/heads.md#when-screening-pays.
-FEWEST_TOKENS, FEWEST_PRODUCTS = 1536, 2**40
+FEWEST_TOKENS, FEWEST_PRODUCTS = 1792, 10**12
 # Programs that add up the sizes of a weight's rows; each program for tokens reads all their sums.
 SIZE_PARTS = 64
 
