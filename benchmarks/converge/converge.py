@@ -24,7 +24,6 @@ from benchmarks.converge.plan import CHECKPOINT_SEED, Group, Plan, Sizes, builde
 from benchmarks.converge.text import Text, evaluate, texts_of
 from benchmarks.evidence.records import Cell, Record, append_rows, locked, read_record
 from cce_dist import LossOutput
-from cce_dist.backends.triton.screened.quantize import screen_small_calls
 from cce_dist.bench.golden import LossFunction
 from cce_dist.bench.methods import describe_failure, recover
 from cce_dist.bench.training import GIB
@@ -121,9 +120,6 @@ class Trainer:
         were screened. A failed run has one row of part "run", whose `failed` says why.
         """
         about = {**self.about, "method": method}
-        if self.ranks.device.type == "cuda":
-            # Whether 8 bits train is asked, and not whether they pay.
-            screen_small_calls()
         try:
             return self._train(about, head_loss_of(build(), getattr(torch, self.config.dtype)))
         # A peer may raise anything, this version may refuse an option, and a loss may diverge.

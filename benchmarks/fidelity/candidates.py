@@ -12,7 +12,6 @@ import torch
 from cce_dist import Filter, LinearCrossEntropy, Screen, VocabShard
 from cce_dist.algorithm.plan import plan_of
 from cce_dist.backends.triton.launch.tiles import why_not
-from cce_dist.backends.triton.screened.quantize import screen_small_calls
 from cce_dist.bench.golden import LossFunction
 from cce_dist.bench.inputs import BenchInputs
 from cce_dist.bench.methods import METHODS as LOSSES
@@ -44,7 +43,10 @@ def build_loss(
     if name != SCREENED:
         return ours(filter=rule)
     if torch.cuda.is_available():
-        # How much 8 bits err is asked, and not whether they pay.
+        # A CPU needs no Triton.
+        from cce_dist.backends.triton.screened.quantize import screen_small_calls
+
+        # What 8 bits do is asked, and not whether they pay.
         screen_small_calls()
     if screen is None:
         return ours(filter=rule, logits="screened")
