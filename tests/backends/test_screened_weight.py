@@ -135,3 +135,23 @@ def test_quantized_weight_of_a_padded_shard(place: Place) -> None:
             quantized_weight=whole,
             **{**options, "vocab_shard": None},
         )
+
+
+# One part; as many as a program adds at a time, and more; numbers that fill no program.
+@pytest.mark.parametrize(
+    **grid(places=TRITON_PLACES, splits=(1, 16, 37), dim=(40, 130), divides=(False, True))
+)
+def test_parts_are_summed_over_the_programs(
+    place: Place, splits: int, dim: int, divides: bool
+) -> None:
+    pytest.importorskip("triton")
+    from cce_dist.backends.triton.screened.quantize import sum_parts
+
+    part = torch.rand(splits, 3, 16, dim, generator=generator()).to(place.device)
+    seen = torch.rand(splits, 16, generator=generator()).to(place.device) if divides else None
+    out = torch.full_like(part[0], math.nan)
+    sum_parts(part, out, seen)
+    expected = part.double().sum(0)
+    if seen is not None:
+        expected = expected / seen.double().sum(0)[:, None]
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=0)

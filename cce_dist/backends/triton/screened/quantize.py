@@ -41,6 +41,7 @@ from cce_dist.options import Screen
 # A call of fewer tokens, or of fewer products of hidden's and weight's elements, takes longer with
 # 8-bit logits than with full ones: docs/notebook/2026-11-27/heads.md#when-screening-pays.
 FEWEST_TOKENS, FEWEST_PRODUCTS = 1792, 10**12
+_screens_small_calls = False
 # Programs that add up the sizes of a weight's rows; each program for tokens reads all their sums.
 SIZE_PARTS = 64
 
@@ -86,17 +87,18 @@ def start_sums(tokens: Tokens, head: Head, screen: Screen | None) -> Callable[[]
 
 
 def gains_by_screening(num_tokens: int, num_columns: int, dim: int) -> bool:
-    """Tells whether 8-bit logits may save more than it takes to quantise the weight. The
-    interpreter's time is no matter: it always screens."""
-    products = num_tokens * num_columns * dim
-    return interpreted() or (num_tokens >= FEWEST_TOKENS and products >= FEWEST_PRODUCTS)
+    """Tells whether 8-bit logits may save more than it takes to quantise the weight. In the
+    interpreter, whose time does not matter, a call of any size screens."""
+    if interpreted() or _screens_small_calls:
+        return True
+    return num_tokens >= FEWEST_TOKENS and num_tokens * num_columns * dim >= FEWEST_PRODUCTS
 
 
 def screen_small_calls() -> None:
     """Makes screened calls of any size compute in 8 bits, in this process: for tests, and where the
     question is what 8 bits do, and not whether they pay."""
-    global FEWEST_TOKENS, FEWEST_PRODUCTS
-    FEWEST_TOKENS = FEWEST_PRODUCTS = 0
+    global _screens_small_calls
+    _screens_small_calls = True
 
 
 def moments_of(matrix: Tensor, *, every: int = 1) -> Moments:
@@ -159,7 +161,7 @@ def sum_parts(part: Tensor, out: Tensor, seen: Tensor | None = None) -> None:
         out.shape[-1],
         GROUPS=1 if seen is None else seen.shape[1],
         HAS_SEEN=seen is not None,
-        SPLITS=triton.next_power_of_2(splits) if interpreted() else 16,
+        SPLITS=16,
         BLOCK=block,
     )
 
