@@ -103,7 +103,7 @@ _TESTS: dict[str, tuple[str, ...]] = {
         *("triton_cuda-plain-", "triton_cuda-in_forward-"),
     ),
     "core/test_tracing.py::test_selective_checkpointing": ("triton_cuda-screened-",),
-    "backends/triton/test_replay.py::test_a_played_call_has_the_bits_of_a_prepared_one": (
+    "backends/triton/launch/test_replay.py::test_a_played_call_has_the_bits_of_a_prepared_one": (
         *("triton_cuda-filtered]", "triton_cuda-screened]", "triton_cuda-distillation]"),
     ),
     "backends/triton/test_triton_gpu.py::test_triton_in_a_cuda_graph": (

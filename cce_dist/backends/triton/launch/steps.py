@@ -5,14 +5,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import triton
 from torch import Tensor
 
+from cce_dist.backends.triton.launch.driver import (
+    Address,
+    Descriptor,
+    NotReady,
+    Ready,
+    enter_context,
+)
 from cce_dist.core.streams import side_stream
 
 
@@ -71,11 +79,16 @@ class Play:
             self.addresses[number] = start + offset
         self.bases: list[Tensor | None] = [None] * num_memories
         self.sides: dict[int, Any] = {}
-        self.caller = self.stream = self.hooks = None
+        self.stream = self.hooks = None
         if device.type == "cuda":
-            self.caller = torch.cuda.current_stream(device)
-            self.stream = self.caller.cuda_stream
+            # A stream's object costs as much as a launch, and only side streams need it.
+            self.stream = torch._C._cuda_getCurrentRawStream(device.index)
             self.hooks = _hooks()
+            enter_context(device.index)
+
+    @functools.cached_property
+    def caller(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
 
     def tensor(self, place: Place) -> Tensor:
         number, offset, shape, stride, dtype = place
@@ -151,11 +164,21 @@ class Launch:
         self.places = [(self.first + at, place) for at, place in places]
         self.pointers = [(at, place.number, place.offset) for at, place in self.places]
         self.descriptors = [(self.first + at, *about) for at, *about in descriptors]
+        # None: no play yet; False: the driver cannot start this launch by itself.
+        self.ready: Ready | Literal[False] | None = None
 
     def run(self, play: Play) -> None:
         if self.compiled is None:
             self._interpret(play)
             return
+        if play.hooks is None and self.ready is not False:
+            ready = self.ready
+            if ready is None:
+                ready = self.ready = self._prepare(play)
+            if ready:
+                on = play.stream if self.side is None else play.sides[self.side].cuda_stream
+                if ready.start(play.addresses, on):
+                    return
         args, addresses = self.args.copy(), play.addresses
         for at, number, offset in self.pointers:
             args[at] = addresses[number] + offset
@@ -166,6 +189,20 @@ class Launch:
             values = args[self.first :]
             args[6:9] = self.compiled.launch_metadata(self.grid, stream, *values), *play.hooks
         self.compiled.run(*args)
+
+    def _prepare(self, play: Play) -> Ready | Literal[False]:
+        values = self.args[self.first :]
+        for at, number, offset in self.pointers:
+            values[at - self.first] = Address(number, offset)
+        for at, kind, state, place in self.descriptors:
+            number, offset = place.number, place.offset
+            base = _Address(play.addresses[number] + offset)
+            descriptor = _descriptor(kind, state, base)
+            values[at - self.first] = Descriptor(Address(number, offset), descriptor)
+        try:
+            return Ready(self.compiled, self.grid, values)
+        except NotReady:
+            return False
 
     def _interpret(self, play: Play) -> None:
         args = self.args.copy()
@@ -222,7 +259,7 @@ class Operator:
         self.makes, self.single, self.side = makes, single, side
 
     def run(self, play: Play) -> None:
-        if self.side is None or play.caller is None:
+        if self.side is None or play.stream is None:
             self._run(play)
             return
         with torch.cuda.stream(play.sides[self.side]):
@@ -252,7 +289,7 @@ class Fork(NamedTuple):
     first: bool  # as of `start_on_side_stream`
 
     def run(self, play: Play) -> None:
-        if play.caller is not None:
+        if play.stream is not None:
             side = play.sides[self.number] = side_stream(play.device, play.caller, self.first)
             side.wait_stream(play.caller)
 
@@ -263,7 +300,7 @@ class Join(NamedTuple):
     number: int
 
     def run(self, play: Play) -> None:
-        if play.caller is not None:
+        if play.stream is not None:
             play.caller.wait_stream(play.sides[self.number])
 
 
