@@ -1,13 +1,22 @@
-"""Side streams: on a GPU their kernels overlap those of the caller's stream."""
+"""Side streams, whose kernels overlap those of the caller's stream; the device of kernels."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from cce_dist.core.observer import observer
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one, if it is not: Triton starts kernels on the current one, and a
+    model over several GPUs of one process has its head on another."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def start_on_side_stream(
@@ -44,7 +53,7 @@ def _start(device: torch.device, work: Callable[[], object], first: bool) -> Cal
         work()
         return lambda: None
     caller = torch.cuda.current_stream(device)
-    side = side_stream(device, caller, first)
+    side = side_stream(device, caller.cuda_stream, first)
 
     def wait(_keeps: object = work) -> None:
         caller.wait_stream(side)
@@ -60,12 +69,16 @@ def _start(device: torch.device, work: Callable[[], object], first: bool) -> Cal
     return wait
 
 
-def side_stream(device: torch.device, caller: torch.cuda.Stream, first: bool) -> torch.cuda.Stream:
-    """Returns the side stream of a calling stream. Args: first: as of `start_on_side_stream`."""
-    return _side_stream(device, caller.cuda_stream, -1 if first else 0)
+def side_stream(device: torch.device, caller: int, first: bool) -> torch.cuda.Stream:
+    """Returns the side stream of a calling stream, each its own: CUDA graphs capture them apart.
+
+    Args:
+        caller: the calling stream's handle.
+        first: as of `start_on_side_stream`.
+    """
+    return _side_stream(device, caller, -1 if first else 0)
 
 
 @functools.cache
 def _side_stream(device: torch.device, caller: int, priority: int) -> torch.cuda.Stream:
-    """Returns the side stream of a calling stream, each its own: CUDA graphs capture them apart."""
     return torch.cuda.Stream(device, priority=priority)

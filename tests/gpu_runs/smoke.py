@@ -106,6 +106,10 @@ _TESTS: dict[str, tuple[str, ...]] = {
     "backends/triton/launch/test_replay.py::test_a_played_call_has_the_bits_of_a_prepared_one": (
         *("triton_cuda-filtered]", "triton_cuda-screened]", "triton_cuda-distillation]"),
     ),
+    "backends/triton/launch/test_driver.py::test_the_driver_starts_every_kernel": ("[filtered]",),
+    "backends/triton/launch/test_devices.py::test_kernels_run_where_the_tensors_are": (
+        *("[filtered]", "[tiles]"),
+    ),
     "backends/triton/test_triton_gpu.py::test_triton_in_a_cuda_graph": (
         *("[filtered-bf16]", "[exact-fp16]", "[chunks-bf16]"),
     ),

@@ -1,4 +1,4 @@
-"""Launches by the CUDA driver, with parameters that lie ready in memory.
+"""Launches by the CUDA driver, with parameters that lie ready in memory; zeros and waits by it.
 
 Triton's launcher reads all arguments at every launch, which takes longer than the driver's own work
 if they are 40 to 100. A played launch has the same arguments each time, but for addresses.
@@ -22,6 +22,7 @@ _NUMBERS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q"}
 _NUMBERS |= {"u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
 _ADDRESS_BYTES, _DESCRIPTOR_BYTES = 8, 128
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+_WITHOUT_TIMES = 2  # CU_EVENT_DISABLE_TIMING
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 # Triton's launcher passes two addresses more: memory that it allocates for some kernels.
 _MOST_SCRATCH = 2
@@ -143,15 +144,48 @@ class Ready:
 def enter_context(device: int) -> None:
     """Gives this thread a CUDA context, if it has none: a thread gets one by its first kernel, or
     its first new memory."""
-    try:
-        driver = _driver()
-    except NotReady:
-        return
-    context = ctypes.c_void_p()
+    driver, context = _driver(), ctypes.c_void_p()
     driver.cuCtxGetCurrent(ctypes.byref(context))
     if not context.value:
         _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
         _check(driver.cuCtxSetCurrent(context))
+
+
+def zero(address: int, num_bytes: int, stream: int) -> None:
+    """Fills memory with zeros, on a stream."""
+    size, on = ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream)
+    _check(_driver().cuMemsetD8Async(ctypes.c_uint64(address), ctypes.c_ubyte(0), size, on))
+
+
+class _Event:
+    """An event of one thread, on its current device."""
+
+    def __init__(self) -> None:
+        self.handle, self._destroy = ctypes.c_void_p(), _driver().cuEventDestroy_v2
+        _check(_driver().cuEventCreate(ctypes.byref(self.handle), _WITHOUT_TIMES))
+
+    def __del__(self) -> None:
+        self._destroy(self.handle)
+
+
+class _Events(threading.local):
+    """This thread's event of each device."""
+
+    def __init__(self) -> None:
+        self.by_device: dict[int, _Event] = {}
+
+
+_events = _Events()
+
+
+def wait(device: int, stream: int, other: int) -> None:
+    """Makes a stream wait for the work of another one so far."""
+    event = _events.by_device.get(device)
+    if event is None:
+        event = _events.by_device[device] = _Event()
+    # The event may be recorded again as soon as the stream's wait is in order.
+    _check(_driver().cuEventRecord(event.handle, ctypes.c_void_p(other)))
+    _check(_driver().cuStreamWaitEvent(ctypes.c_void_p(stream), event.handle, 0))
 
 
 def _parts(
@@ -238,10 +272,7 @@ def _starts(function: ctypes.c_void_p, sizes: Sequence[int]) -> list[int]:
 
 @functools.cache
 def _driver() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise NotReady(str(error)) from error
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _check(code: int) -> None:

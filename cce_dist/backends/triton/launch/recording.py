@@ -33,6 +33,7 @@ from cce_dist.backends.triton.launch.steps import (
     Release,
     Step,
     Whole,
+    Zero,
     names_of,
 )
 from cce_dist.backends.triton.launch.tiles import interpreted
@@ -206,6 +207,9 @@ class Recorder:
             if isinstance(x, Tensor) and x.untyped_storage()._cdata not in before
         ]
         if results and not new and not function._schema.is_mutable:
+            return
+        if function is aten.zero_.default and args[0].is_contiguous():
+            self.steps.append(Zero(self.place_of(args[0]), self._side))
             return
         args, named = self._with_places(args), self._with_places(named)
         if any(tensor.storage_offset() for _, tensor in new):

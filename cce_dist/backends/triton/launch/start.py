@@ -23,10 +23,12 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cce_dist.backends.triton.launch.loading import build_one_at_a_time, load_one_at_a_time
 from cce_dist.core.observer import Arguments, Observer, observer
+from cce_dist.core.streams import on_device
 
 
 @dataclass
@@ -113,9 +115,19 @@ def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     compiling, options = _compiling.get(), _options()
     if compiling is None:
         launch = functools.partial(kernel[grid], **options) if options else kernel[grid]
-        recorder = observer.get()
+        launch, recorder = _on_its_device(launch), observer.get()
         return launch if recorder is None else _recorded(launch, kernel, grid, recorder)
     return functools.partial(compiling.compile, kernel, grid=grid, **options)
+
+
+def _on_its_device(launch: Callable[Arguments, Any]) -> Callable[Arguments, Any]:
+    def launch_there(*args: Arguments.args, **named: Arguments.kwargs) -> Any:
+        tensors = (getattr(value, "base", value) for value in (*args, *named.values()))
+        device = next(x.device for x in tensors if isinstance(x, Tensor))
+        with on_device(device):
+            return launch(*args, **named)
+
+    return launch_there
 
 
 def _recorded(

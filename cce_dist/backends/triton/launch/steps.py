@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -14,14 +14,9 @@ import torch
 import triton
 from torch import Tensor
 
-from cce_dist.backends.triton.launch.driver import (
-    Address,
-    Descriptor,
-    NotReady,
-    Ready,
-    enter_context,
-)
-from cce_dist.core.streams import side_stream
+from cce_dist.backends.triton.launch import driver
+from cce_dist.backends.triton.launch.driver import Address, Descriptor, NotReady, Ready
+from cce_dist.core.streams import on_device, side_stream
 
 
 class Place(NamedTuple):
@@ -72,8 +67,6 @@ class Play:
         self.device = device
         self.addresses = [0] * num_memories
         self.pool = torch.empty(pool.num_bytes, dtype=torch.uint8, device=device)
-        if pool.zero_bytes:
-            self.pool[: pool.zero_bytes].zero_()
         start = self.pool.data_ptr()
         for number, offset in pool.offsets:
             self.addresses[number] = start + offset
@@ -84,11 +77,15 @@ class Play:
             # A stream's object costs as much as a launch, and only side streams need it.
             self.stream = torch._C._cuda_getCurrentRawStream(device.index)
             self.hooks = _hooks()
-            enter_context(device.index)
+            driver.enter_context(device.index)
+            if pool.zero_bytes:
+                driver.zero(start, pool.zero_bytes, self.stream)
+        elif pool.zero_bytes:
+            self.pool[: pool.zero_bytes].zero_()
 
-    @functools.cached_property
-    def caller(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
+    def stream_of(self, side: int | None) -> int | None:
+        """Returns the handle of the caller's stream, or of a side stream; None: not on a GPU."""
+        return self.stream if side is None else self.sides[side].cuda_stream
 
     def tensor(self, place: Place) -> Tensor:
         number, offset, shape, stride, dtype = place
@@ -175,16 +172,14 @@ class Launch:
             ready = self.ready
             if ready is None:
                 ready = self.ready = self._prepare(play)
-            if ready:
-                on = play.stream if self.side is None else play.sides[self.side].cuda_stream
-                if ready.start(play.addresses, on):
-                    return
+            if ready and ready.start(play.addresses, play.stream_of(self.side)):
+                return
         args, addresses = self.args.copy(), play.addresses
         for at, number, offset in self.pointers:
             args[at] = addresses[number] + offset
         for at, kind, state, place in self.descriptors:
             args[at] = _descriptor(kind, state, _Address(addresses[place.number] + place.offset))
-        args[3] = stream = play.stream if self.side is None else play.sides[self.side].cuda_stream
+        args[3] = stream = play.stream_of(self.side)
         if play.hooks is not None:
             values = args[self.first :]
             args[6:9] = self.compiled.launch_metadata(self.grid, stream, *values), *play.hooks
@@ -243,6 +238,22 @@ def _hooks() -> tuple[Any, Any] | None:
     return None
 
 
+class Zero(NamedTuple):
+    """Zeros in all of a contiguous tensor."""
+
+    place: Place
+    side: int | None
+
+    def run(self, play: Play) -> None:
+        number, offset, shape, _, dtype = self.place
+        stream = play.stream_of(self.side)
+        if stream is None:
+            play.tensor(self.place).zero_()
+        else:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            driver.zero(play.addresses[number] + offset, num_bytes, stream)
+
+
 class Operator:
     """An operator of torch, or a collective."""
 
@@ -290,8 +301,8 @@ class Fork(NamedTuple):
 
     def run(self, play: Play) -> None:
         if play.stream is not None:
-            side = play.sides[self.number] = side_stream(play.device, play.caller, self.first)
-            side.wait_stream(play.caller)
+            side = play.sides[self.number] = side_stream(play.device, play.stream, self.first)
+            driver.wait(play.device.index, side.cuda_stream, play.stream)
 
 
 class Join(NamedTuple):
@@ -301,7 +312,7 @@ class Join(NamedTuple):
 
     def run(self, play: Play) -> None:
         if play.stream is not None:
-            play.caller.wait_stream(play.sides[self.number])
+            driver.wait(play.device.index, play.stream, play.sides[self.number].cuda_stream)
 
 
 @dataclass(frozen=True)
@@ -319,6 +330,10 @@ class Recording:
 
         Args: inputs: emptied, so that memory that nobody else holds is freed after its last use.
         """
+        with on_device(self.device):
+            return self._play(inputs)
+
+    def _play(self, inputs: list[Tensor]) -> Any:
         play = Play(self.device, self.num_memories, self.pool)
         for number, tensor in enumerate(inputs):
             play.bases[number] = tensor

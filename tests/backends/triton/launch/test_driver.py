@@ -33,6 +33,28 @@ class FakeDriver:
         self.starts, self.sizes = starts, sizes
         self.launches: list[tuple[Any, list[bytes]]] = []
         self.code = 0
+        self.calls: list[tuple[Any, ...]] = []
+
+    def cuMemsetD8Async(self, address: Any, value: Any, size: Any, stream: Any) -> int:
+        self.calls.append(("zero", address.value, value.value, size.value, stream.value))
+        return self.code
+
+    def cuEventCreate(self, event: Any, flags: int) -> int:
+        event._obj.value = 1000 + len(self.calls)
+        self.calls.append(("create", event._obj.value))
+        return 0
+
+    def cuEventDestroy_v2(self, event: Any) -> int:
+        self.calls.append(("destroy", event.value))
+        return 0
+
+    def cuEventRecord(self, event: Any, stream: Any) -> int:
+        self.calls.append(("record", event.value, stream.value))
+        return 0
+
+    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> int:
+        self.calls.append(("wait", stream.value, event.value))
+        return 0
 
     def cuFuncGetParamInfo(self, function: Any, index: Any, start: Any, size: Any) -> int:
         if index.value >= len(self.starts):
@@ -169,6 +191,28 @@ def test_one_thread_at_a_time_writes_the_parameters(fake: FakeDriver) -> None:
     launch._start = start_too
     assert launch.start([0, 0], stream=0)
     assert answers == [False]
+
+
+def test_zeros(fake: FakeDriver) -> None:
+    driver.zero(4096, 512, stream=5)
+    assert fake.calls == [("zero", 4096, 0, 512, 5)]
+    fake.code = 1
+    with pytest.raises(RuntimeError, match="CUDA error 1"):
+        driver.zero(4096, 512, stream=5)
+
+
+def test_a_thread_waits_by_one_event_of_each_device(fake: FakeDriver) -> None:
+    def wait_twice() -> None:
+        for device in (0, 0, 1):
+            driver.wait(device, stream=5, other=6)
+
+    thread = threading.Thread(target=wait_twice)
+    thread.start()
+    thread.join()
+    first = [("create", 1000), ("record", 1000, 6), ("wait", 5, 1000)]
+    second = [("create", 1005), ("record", 1005, 6), ("wait", 5, 1005)]
+    assert fake.calls[:8] == [*first, *first[1:], *second]
+    assert sorted(fake.calls[8:]) == [("destroy", 1000), ("destroy", 1005)]
 
 
 def launches() -> list[Launch]:

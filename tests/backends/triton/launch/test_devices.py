@@ -1,0 +1,75 @@
+"""Tensors of a GPU that is not the current one, as a model over several GPUs of one process has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from cce_dist import Filter, LossOutput, linear_cross_entropy, linear_distillation, quantize_weight
+from cce_dist.backends.triton.launch.replay import forget_recordings
+from cce_dist.core.streams import on_device
+
+WAYS: dict[str, dict[str, Any]] = {
+    "filtered": {"filter": Filter(keep=0.01)},
+    "exact": {"gradient": "exact", "stats": ("lse", "entropy", "correct")},
+    "in_forward": {"gradient": "in_forward"},
+    "screened": {"logits": "screened"},
+    "quantized": {"logits": "screened"},
+    "distillation": {"divergence": "forward_kl"},
+    "tiles": {"divergence": "jsd"},
+}
+
+
+def test_the_current_device_is_left_alone() -> None:
+    with on_device(torch.device("cpu")):
+        assert not torch.cuda.is_initialized() or torch.cuda.current_device() == 0
+
+
+def results(way: str) -> list[Tensor]:
+    """Returns loss and gradients of inputs that GPU 1 is still computing."""
+    generator = torch.Generator("cuda:1").manual_seed(0)
+
+    def made(rows: int) -> Tensor:
+        return torch.randn(rows, 96, device="cuda:1", generator=generator).bfloat16()
+
+    inputs = [made(300), made(1000), made(300), made(1000)]
+    targets = torch.randint(1000, (300,), device="cuda:1", generator=generator)
+    late = [torch.zeros_like(x) for x in inputs]
+    torch.cuda.synchronize(1)
+    with torch.cuda.device(1):
+        torch.cuda._sleep(50_000_000)
+    for x, value in zip(late, inputs, strict=True):
+        x.copy_(value)
+    hidden, weight = (x.requires_grad_() for x in late[:2])
+    if "divergence" in WAYS[way]:
+        result: Any = linear_distillation(hidden, weight, *late[2:], targets, **WAYS[way])
+    else:
+        rows = quantize_weight(weight.detach()) if way == "quantized" else None
+        result = linear_cross_entropy(
+            hidden, weight, targets, backend="triton", quantized_weight=rows, **WAYS[way]
+        )
+    loss = result.loss if isinstance(result, LossOutput) else result
+    loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return [loss.detach(), hidden.grad, weight.grad]
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+@pytest.mark.parametrize("way", WAYS)
+def test_kernels_run_where_the_tensors_are(way: str) -> None:
+    forget_recordings()
+    with torch.cuda.device(1):
+        expected = results(way)
+    forget_recordings()
+    with torch.cuda.device(0):
+        # Prepared, recorded, played.
+        for _ in range(4):
+            for first, second in zip(results(way), expected, strict=True):
+                assert torch.equal(first, second)
+            assert torch.cuda.current_device() == 0
