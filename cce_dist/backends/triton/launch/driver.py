@@ -228,7 +228,7 @@ def _descriptor_parts(descriptor: Any, meta: Any) -> list[bytes]:
     from triton.backends.nvidia import driver
 
     if meta is None:
-        raise NotReady("a descriptor that the kernel does not load by")
+        raise NotReady("Triton passes a descriptor as an address, sizes and strides")
     try:
         new, *numbers = driver.make_tensordesc_arg(descriptor, meta)
     except (AttributeError, TypeError) as error:

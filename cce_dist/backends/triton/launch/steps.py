@@ -85,7 +85,9 @@ class Play:
 
     def stream_of(self, side: int | None) -> int | None:
         """Returns the handle of the caller's stream, or of a side stream; None: not on a GPU."""
-        return self.stream if side is None else self.sides[side].cuda_stream
+        if side is None or self.stream is None:
+            return self.stream
+        return self.sides[side].cuda_stream
 
     def tensor(self, place: Place) -> Tensor:
         number, offset, shape, stride, dtype = place

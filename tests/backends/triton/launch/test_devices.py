@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 
 from cce_dist import Filter, LossOutput, linear_cross_entropy, linear_distillation, quantize_weight
 from cce_dist.backends.triton.launch.replay import forget_recordings
-from cce_dist.core.streams import on_device
 
 WAYS: dict[str, dict[str, Any]] = {
     "filtered": {"filter": Filter(keep=0.01)},
@@ -23,11 +22,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "distillation": {"divergence": "forward_kl"},
     "tiles": {"divergence": "jsd"},
 }
-
-
-def test_the_current_device_is_left_alone() -> None:
-    with on_device(torch.device("cpu")):
-        assert not torch.cuda.is_initialized() or torch.cuda.current_device() == 0
 
 
 def results(way: str) -> list[Tensor]:
