@@ -123,8 +123,8 @@ def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 def _on_its_device(launch: Callable[Arguments, Any]) -> Callable[Arguments, Any]:
     def launch_there(*args: Arguments.args, **named: Arguments.kwargs) -> Any:
         tensors = (getattr(value, "base", value) for value in (*args, *named.values()))
-        device = next(x.device for x in tensors if isinstance(x, Tensor))
-        with on_device(device):
+        device = next((x.device for x in tensors if isinstance(x, Tensor)), None)
+        with on_device(device) if device is not None else contextlib.nullcontext():
             return launch(*args, **named)
 
     return launch_there
