@@ -1,8 +1,4 @@
-"""The steps of `sharded` as autograd functions of hidden, weight and bias.
-
-Both return per-token vectors [N]. Reduction, weights and z-loss are ordinary autograd on these
-vectors, which hands the upstream gradient back. No kernel knows the reduction.
-"""
+"""gradient="in_forward" as an autograd function of hidden, weight and bias."""
 
 from __future__ import annotations
 
@@ -14,30 +10,17 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph
 
-from cce_dist.algorithm import in_forward, sharded
-from cce_dist.algorithm.call import Call, GradWeight
+from cce_dist.algorithm import in_forward
+from cce_dist.algorithm.call import Call, GradWeight, pad_bias
 from cce_dist.algorithm.once import once_differentiable, outside_autocast
 from cce_dist.algorithm.saved import put_together, take_apart
-from cce_dist.backends.protocol import ExpectedBackward, Kept, LogitStore, Scores
+from cce_dist.algorithm.two_pass import plain_outputs
 from cce_dist.core.stats import Stats
-from cce_dist.core.types import (
-    Head,
-    Tokens,
-    Upstream,
-    accumulate_dtype,
-)
+from cce_dist.core.types import Upstream, accumulate_dtype
 
 # nll, lse, smooth_logit [N] of the tokens in the slice -> their share of the scalar loss, and its
 # derivatives by these.
 Objective = Callable[[Tensor, Tensor, Tensor | None, slice], tuple[Tensor, Upstream]]
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The columns that the backward keeps, or the scores from which it chooses them."""
-
-    scores: Scores | None  # None: columns are not scored, or `kept` is chosen already
-    kept: Kept | None
 
 
 def concatenate(chunks: list[Stats]) -> Stats:
@@ -46,138 +29,11 @@ def concatenate(chunks: list[Stats]) -> Stats:
     return chunks[0].unpack(packed)
 
 
-def pad_bias(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Pads [num_classes] in the accumulation dtype to [V_local] as bias, with 0."""
-    if grad is None or bias is None:
-        return None
-    return torch.cat([grad, grad.new_zeros(bias.shape[0] - grad.shape[0])]).to(bias.dtype)
-
-
-def _grad_of_scale(scale: Tensor, stats: Stats, upstream: Upstream) -> Tensor:
-    """Returns [N], the gradient by the factor s of a token's logits. d lse / ds is the mean logit,
-    lse - entropy, divided by s; d target_logit / ds is target_logit / s."""
-    # The entropy's derivative by s takes the logits' variance: `token_logprobs` refuses it.
-    assert upstream.entropy is None and stats.entropy is not None
-    total = torch.zeros_like(scale)
-    if upstream.nll is not None:
-        total = total + upstream.nll * (stats.lse - stats.target_logit - stats.entropy)
-    if upstream.lse is not None:
-        total = total + upstream.lse * (stats.lse - stats.entropy)
-    return total / scale
-
-
-# The outputs of both functions that are not differentiable, in this order.
-def _plain_outputs(stats: Stats, tail: Tensor | None) -> tuple[Tensor | None, ...]:
-    mean = stats.mean_logit
-    if mean is not None and stats.origin_logit is not None:
-        mean = stats.origin_logit + mean
-    moments = (stats.max_logit, stats.target_is_argmax, mean, stats.m2_logit)
-    return (stats.sum_p2, *moments, stats.screened, tail)
-
-
-def _no_forward_mode(ctx: Any, *tangents: Tensor | None):
+def no_forward_mode(ctx: Any, *tangents: Tensor | None):
     raise RuntimeError(
         "linear_cross_entropy has no forward-mode derivative (torch.autograd.forward_ad): use "
         "backward() or torch.autograd.grad, or dense logits"
     )
-
-
-class TwoPass(torch.autograd.Function):
-    """gradient="filtered" and "exact": the backward recomputes the logits that it needs.
-
-    `scale` [N]: each token's factor of its logits, or None; its gradient takes no logits.
-    Outputs: nll, lse, smooth_logit, entropy (differentiable), then `_plain_outputs`, each [N].
-    """
-
-    jvp = staticmethod(_no_forward_mode)
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: Tensor | None,
-        call: Call,
-    ):
-        call.plan.require_same_sizes(hidden, len(call.local_targets))
-        tokens, head = call.tokens(hidden, scale), call.head(weight, bias)
-        ctx.store = ctx.target = None
-        if call.record and any(ctx.needs_input_grad[:3]):
-            backward = call.expect(tokens, weight.dtype, ctx.needs_input_grad)
-            store = TwoPass._store_logits(ctx, call, tokens, head, weight, backward)
-            call.plan.warm_up(tokens, head, backward, store)
-        score = call.record or call.tail_mass
-        stats, scores = sharded.forward(tokens, head, call.plan, score=score, store=ctx.store)
-        kept = tail = None
-        if call.tail_mass:
-            kept = sharded.choose_columns(tokens, head, call.plan, scores, stats)
-            tail = call.plan.tail_mass(kept, stats.lse)
-            scores = None
-        if call.record:
-            # Autograd frees saved tensors after the backward; other attributes stay.
-            ctx.selection, tensors = take_apart(Selection(scores, kept))
-            ctx.call = call.without_head()
-            of_loss = (call.class_weight, stats.lse, stats.target_logit, stats.entropy)
-            ctx.save_for_backward(hidden, weight, bias, scale, *of_loss, *tensors)
-        plain = _plain_outputs(stats, tail)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for x in plain if x is not None))
-        nll = stats.lse - stats.target_logit
-        return (nll, stats.lse, stats.smooth_logit, stats.entropy, *plain)
-
-    @staticmethod
-    def _store_logits(
-        ctx: Any, call: Call, tokens: Tokens, head: Head, weight: Tensor, backward: ExpectedBackward
-    ) -> LogitStore | None:
-        """Allocates memory for logits; some of it may be memory of the weight's gradient."""
-        spare = None
-        if call.plan.keeps_logits and call.plan.screen is None:
-            ctx.target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
-            into = ctx.target.into
-            spare = None if into is None or into.accumulate else into.rows
-        ctx.store = call.plan.store_for(tokens, head, backward, spare)
-        return ctx.store
-
-    @staticmethod
-    @once_differentiable
-    @outside_autocast
-    def backward(ctx: Any, *grads: Tensor | None):
-        hidden, weight, bias, scale, class_weight, *saved = ctx.saved_tensors
-        lse, target_logit, entropy, *tensors = saved
-        call: Call = ctx.call
-        if class_weight is not None:
-            call = replace(call, class_weight=class_weight)
-        _forget_buffer(ctx)
-        # This backward uses both up: a second one over a retained graph has neither.
-        target, store, ctx.target, ctx.store = ctx.target, ctx.store, None, None
-        upstream, stats = Upstream(*grads[:4]), Stats(lse, target_logit, entropy=entropy)
-        if all(grad is None for grad in grads[:4]):
-            return None, None, None, None, None
-        grad_scale = _grad_of_scale(scale, stats, upstream) if ctx.needs_input_grad[3] else None
-        if not any(ctx.needs_input_grad[:3]):
-            return None, None, None, grad_scale, None
-        tokens, head = call.tokens(hidden, scale, defer_fill=True), call.head(weight, bias)
-        selection: Selection = put_together(ctx.selection, iter(tensors))
-        kept = selection.kept
-        if selection.scores is not None:
-            kept = sharded.choose_columns(tokens, head, call.plan, selection.scores, stats)
-        if target is None:
-            target = GradWeight.prepare(call, weight, ctx.needs_input_grad[1])
-        out = sharded.backward(
-            tokens,
-            head,
-            call.plan,
-            stats,
-            upstream,
-            kept=kept,
-            hidden=ctx.needs_input_grad[0],
-            weight=target.into,
-            bias=ctx.needs_input_grad[2],
-            store=store,
-        )
-        grad_hidden = None if out.hidden is None else out.hidden.to(hidden.dtype)
-        return grad_hidden, target.returned, pad_bias(out.bias, bias), grad_scale, None
 
 
 def _forget_buffer(ctx: Any) -> None:
@@ -210,7 +66,7 @@ class InForward(torch.autograd.Function):
     scales the gradients; a later one over a retained graph computes them again.
     """
 
-    jvp = staticmethod(_no_forward_mode)
+    jvp = staticmethod(no_forward_mode)
 
     @staticmethod
     def forward(
@@ -225,7 +81,7 @@ class InForward(torch.autograd.Function):
         ctx.quantized, tensors = take_apart(call.quantized)
         ctx.save_for_backward(hidden, weight, bias, call.class_weight, *tensors)
         ctx.computed, loss, stats, tail = InForward._compute(ctx, call, hidden, weight, bias)
-        plain = _plain_outputs(stats, tail)
+        plain = plain_outputs(stats, tail)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in plain if x is not None))
         return (loss, stats.lse, stats.entropy, *plain)

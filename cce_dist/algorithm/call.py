@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,11 +31,7 @@ class Call:
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """Cuts off rows beyond vocab_size: no step below sees padding."""
         options, classes = self.plan.options, self.plan.shard.num_classes
-        if weight.numel() and not weight.untyped_storage().nbytes():
-            raise RuntimeError(
-                "weight must stay in memory until the backward of linear_cross_entropy, got memory "
-                "that was freed, as FSDP's reshard() does: FSDP calls it after the backward itself"
-            )
+        require_in_memory(weight)
         if classes < weight.shape[0]:
             weight, bias = weight[:classes], None if bias is None else bias[:classes]
         return Head(
@@ -48,12 +44,6 @@ class Call:
             quantized=self.quantized,
             quantize_once=self.quantize_once,
         )
-
-    def without_head(self) -> Call:
-        """Returns the call without tensors of the head, which autograd keeps, or nobody does."""
-        if self.class_weight is None and self.quantized is None and self.quantize_once is None:
-            return self
-        return replace(self, class_weight=None, quantized=None, quantize_once=None)
 
     def tokens(
         self, hidden: Tensor, scale: Tensor | None = None, *, defer_fill: bool = False
@@ -96,3 +86,19 @@ class GradWeight:
             return cls(grad, WeightGrad(grad, accumulate=False))
         grad[classes:].zero_()
         return cls(grad, WeightGrad(grad[:classes], accumulate=False))
+
+
+def pad_bias(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """Pads [num_classes] in the accumulation dtype to [V_local] as bias, with 0."""
+    if grad is None or bias is None:
+        return None
+    return torch.cat([grad, grad.new_zeros(bias.shape[0] - grad.shape[0])]).to(bias.dtype)
+
+
+def require_in_memory(weight: Tensor) -> None:
+    """Checks in a backward that the weight's memory was not freed."""
+    if weight.numel() and not weight.untyped_storage().nbytes():
+        raise RuntimeError(
+            "weight must stay in memory until the backward of linear_cross_entropy, got memory "
+            "that was freed, as FSDP's reshard() does: FSDP calls it after the backward itself"
+        )

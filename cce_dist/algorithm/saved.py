@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Apart:
-    """A dataclass without the tensors in it: its class, and the kind of each field."""
+    """A record without the tensors in it: its class, and the kind of each field."""
 
     kind: type
     parts: tuple[Any, ...]  # `Apart`, `TENSOR`, or a value
@@ -22,8 +22,8 @@ TENSOR = object()  # stands where a tensor was
 
 
 def take_apart(record: Any) -> tuple[Any, list[Tensor]]:
-    """Returns a dataclass without the tensors in it, nested dataclasses included; and the tensors,
-    in order."""
+    """Returns a dataclass or named tuple without the tensors in it and in its records; and the
+    tensors, in order. A record without tensors stays as it is."""
     tensors: list[Tensor] = []
     return _apart(record, tensors), tensors
 
@@ -35,7 +35,9 @@ def _apart(record: Any, tensors: list[Tensor]) -> Any:
     names = _names_of(type(record))
     if names is None:
         return record
-    return Apart(type(record), tuple(_apart(getattr(record, name), tensors) for name in names))
+    before = len(tensors)
+    parts = tuple(_apart(getattr(record, name), tensors) for name in names)
+    return Apart(type(record), parts) if len(tensors) > before else record
 
 
 def put_together(record: Any, tensors: Iterator[Tensor]) -> Any:
@@ -49,5 +51,7 @@ def put_together(record: Any, tensors: Iterator[Tensor]) -> Any:
 
 @cache
 def _names_of(kind: type) -> tuple[str, ...] | None:
-    """Returns the fields of a dataclass; None for other classes."""
-    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
+    """Returns the fields of a dataclass or of a named tuple; None for other classes."""
+    if is_dataclass(kind):
+        return tuple(field.name for field in fields(kind))
+    return getattr(kind, "_fields", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,6 +95,39 @@ def quantizer_for(backend: BackendName, weight: Tensor, screen: Screen) -> Any:
     from cce_dist.backends.triton.screened import quantize as screened_quantize
 
     return screened_quantize
+
+
+def plays(options: LossOptions, hidden: object, weight: object) -> bool:
+    """Tells whether a call is one of kernels, whose repetitions may play a recording."""
+    if options.backend == "torch" or not (
+        isinstance(hidden, Tensor) and isinstance(weight, Tensor)
+    ):
+        return False
+    # Kernels on a CPU are the interpreter's, which a caller names.
+    return hidden.is_cuda or (hidden.is_cpu and options.backend == "triton")
+
+
+def repeated(
+    function: Callable[..., Any],
+    consume: Callable[..., None] = lambda *args: None,
+    comes_again: bool = False,
+) -> Callable[..., Any]:
+    """Returns a function whose later calls of a kind play a recording, where Triton is there.
+    Arguments: those of `Replayed`, which is imported at the first call."""
+
+    @functools.cache
+    def replayed() -> Callable[..., Any]:
+        try:
+            from cce_dist.backends.triton.launch.replay import Replayed
+        except ImportError:
+            return function
+        return Replayed(function, consume, comes_again)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return replayed()(*args)
+
+    return call
 
 
 def _choose(backend: BackendName, hidden: Tensor, num_tokens: int, columns: int) -> Backend:

@@ -1,4 +1,4 @@
-"""An observer of a call's kernels, side streams and collectives: they are no operators of torch."""
+"""An observer of a call's kernels, side streams, collectives and checks: no operators of torch."""
 
 from __future__ import annotations
 
@@ -34,26 +34,34 @@ class Observer(Protocol):
         """Notes that the current stream waits for the side stream."""
         ...
 
-    def collective(
+    def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
-        """Calls a collective, notes it, and returns its result."""
+        """Calls a collective or a check, notes it, and returns its result."""
         ...
+
+    def enter_phase(self, phase: Any) -> None:
+        """Notes that what follows is in a phase of `core.phases`, until `leave_phase`."""
+        ...
+
+    def leave_phase(self) -> None: ...
 
 
 # Classes whose objects are the same for an observer only if they are one object: groups of ranks.
 same_by_identity: list[type] = []
+# Classes of which an observer compares a part: the function takes it out of an object.
+described_by: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
 observer: ContextVar[Observer | None] = ContextVar("cce_dist_observer", default=None)
 
 
-def observed(collective: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Lets an observer call the collective, if there is one."""
+def observed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Lets an observer call a collective or a check, if there is one."""
 
-    @functools.wraps(collective)
+    @functools.wraps(function)
     def call(*args: Arguments.args, **named: Arguments.kwargs) -> Result:
         seen_by = observer.get()
         if seen_by is None:
-            return collective(*args, **named)
-        return seen_by.collective(collective, args, named)
+            return function(*args, **named)
+        return seen_by.call(function, args, named)
 
     return call

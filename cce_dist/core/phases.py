@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
 from typing import Protocol
 
+from cce_dist.core.observer import observer
+
 
 class Watcher(Protocol):
     """An observer, called on the thread that is in the phase; its exceptions are raised there."""
@@ -52,6 +54,9 @@ class _Phase(ContextDecorator):
         self.name, self.begins = name, begins
 
     def __enter__(self) -> None:
+        seen_by = observer.get()
+        if seen_by is not None:
+            seen_by.enter_phase(self)
         entered: list[Watcher] = []
         try:
             for watcher in _watchers:
@@ -63,5 +68,8 @@ class _Phase(ContextDecorator):
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        seen_by = observer.get()
+        if seen_by is not None:
+            seen_by.leave_phase()
         for watcher in _watchers:
             watcher.leave(self.name, error)

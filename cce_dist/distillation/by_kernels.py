@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cce_dist.algorithm.autograd import pad_bias
-from cce_dist.algorithm.call import Call, GradWeight
+from cce_dist.algorithm.call import Call, GradWeight, pad_bias
 from cce_dist.algorithm.once import once_differentiable, outside_autocast
 from cce_dist.algorithm.plan import Plan
 from cce_dist.algorithm.saved import put_together, take_apart

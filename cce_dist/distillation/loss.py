@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from cce_dist.algorithm.autograd import TwoPass
 from cce_dist.algorithm.call import Call
 from cce_dist.algorithm.once import without_autocast
 from cce_dist.algorithm.plan import Plan, plan_of
 from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
 from cce_dist.distillation.by_kernels import DistillByKernels
 from cce_dist.distillation.divergences import Divergence, Divergences
-from cce_dist.distillation.function import Computed, Distill, Objective, Teacher, takes_tiles
+from cce_dist.distillation.function import Computed, Distill, Objective, takes_tiles
 from cce_dist.distillation.teacher import local_teacher, teacher_of
 from cce_dist.frontend import validation
+from cce_dist.frontend.eager import compute as compute_loss
 from cce_dist.frontend.inputs import Inputs, options_of
 from cce_dist.frontend.prepare import enter, local_targets_of, validate
-from cce_dist.frontend.reduction import PickedTokens, TokenLoss, pick_tokens
+from cce_dist.frontend.reduction import PickedTokens, TokenLoss, gathered, pick_tokens
 from cce_dist.options import (
     Backend,
     Filter,
@@ -199,7 +199,14 @@ def compute(
     terms = TokenLoss.of(picked, options, token_weight, None, hidden)
     call, flat = _call_of(plan, picked, hidden), hidden.reshape(-1, hidden.shape[-1])
     with without_autocast(hidden.device.type):
-        value, nll = _divergence_and_nll(flat, weight, bias, teacher, call, objective)
+        tensors = flat, weight, bias, teacher, call
+        by_kernels = plan.backend.forward_of_heads is not None
+        if by_kernels and objective.alpha and objective.temperature != 1:
+            # Two temperatures are two softmaxes of the student.
+            value, _ = DistillByKernels.apply(*tensors, replace(objective, alpha=0.0))
+            nll = _nll(inputs, options, ranks, shard, picked.rows)
+        else:
+            value, nll = (DistillByKernels if by_kernels else Distill).apply(*tensors, objective)
     return Computed(value, nll, terms, picked, shape)
 
 
@@ -218,23 +225,19 @@ def _call_of(plan: Plan, picked: PickedTokens, hidden: Tensor) -> Call:
     )
 
 
-def _divergence_and_nll(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    teacher: Teacher,
-    call: Call,
-    objective: Objective,
-) -> tuple[Tensor, Tensor | None]:
-    """Returns each token's divergence, and nll where alpha > 0, [N]."""
-    tensors = hidden, weight, bias
-    if call.plan.backend.forward_of_heads is None:
-        return Distill.apply(*tensors, teacher, call, objective)
-    if not objective.alpha or objective.temperature == 1:
-        return DistillByKernels.apply(*tensors, teacher, call, objective)
-    # Two temperatures are two softmaxes of the student.
-    value, _ = DistillByKernels.apply(*tensors, teacher, call, replace(objective, alpha=0.0))
-    return value, TwoPass.apply(*tensors, None, call)[0]
+def _nll(
+    inputs: Inputs,
+    options: LossOptions,
+    group: Group | None,
+    shard: VocabShard,
+    rows: Tensor | None,  # [N] int64
+) -> Tensor:
+    """Returns the nll of the tokens in `rows`, [N]."""
+    options = replace(options, reduction="none")
+    of_loss = inputs._replace(token_weight=None)
+    losses = compute_loss(of_loss, options, group, shard, None)
+    assert isinstance(losses, Tensor)
+    return gathered(losses, rows, inputs.targets.shape, options.shift)
 
 
 def _backends_of(

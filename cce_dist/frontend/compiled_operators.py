@@ -1,4 +1,4 @@
-"""The operators of a compiled loss: `autograd.TwoPass`, forward and backward, collectives included.
+"""The operators of a compiled loss: `two_pass.forward` and `backward`, collectives included.
 
 The forward returns tensors for the backward, so that the compiler can keep them or compute them
 again. The compiler's stand-ins for tensors have shapes alone: `_state_like` makes stand-ins for the
@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cce_dist.algorithm.autograd import Selection, TwoPass
+from cce_dist.algorithm import two_pass as steps
 from cce_dist.algorithm.call import Call
 from cce_dist.algorithm.plan import Plan, plan_of, wanted_of
 from cce_dist.algorithm.saved import put_together, take_apart
+from cce_dist.algorithm.two_pass import Needs, Once, Selection, State, plain_outputs
 from cce_dist.backends.protocol import Scores
-from cce_dist.core.types import accumulate_dtype
+from cce_dist.core.stats import Stats
+from cce_dist.core.types import Upstream, accumulate_dtype
 from cce_dist.options import LossOptions
 from cce_dist.vocab_shard import VocabShard
 
@@ -61,7 +62,7 @@ def has_plain(options: LossOptions) -> tuple[bool, ...]:
 
 
 class OperatorContext:
-    """A stand-in for autograd's context in `TwoPass.forward` and `TwoPass.backward`."""
+    """A stand-in for the context of an autograd function, in an operator that calls it."""
 
     def __init__(self, needs: list[bool]) -> None:
         self.needs_input_grad = tuple(needs)
@@ -130,7 +131,7 @@ def two_pass(
     needs: list[bool],
     key: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """Runs `TwoPass.forward`.
+    """Runs `two_pass.forward`.
 
     Returns: nll, lse, smooth_logit, entropy, others, and the backward's state. Each vector is [N]
         over all tokens, first the tokens that count; it is empty if the call does not compute it.
@@ -138,19 +139,20 @@ def two_pass(
     bound, size = BOUND[key], len(rows)
     plan = bound.plan(hidden, size, needs)
     call = call_of(plan, class_weight, rows, local_targets, count, any(needs))
-    ctx: Any = OperatorContext(needs)
     scale = _of_known(scale, call)
     with torch.autocast(hidden.device.type, enabled=False):
-        nll, lse, smooth, entropy, *plain = TwoPass.forward(ctx, hidden, weight, bias, scale, call)
+        out = steps.forward(hidden, weight, bias, scale, call, Needs(*needs))
+    stats, lse = out.stats, out.stats.lse
+    vectors = (lse - stats.target_logit, lse, stats.smooth_logit, stats.entropy)
     nothing = lse.new_empty(0)
-    outputs = [nothing if x is None else padded(x, size) for x in (nll, lse, smooth, entropy)]
+    outputs = [nothing if x is None else padded(x, size) for x in vectors]
+    plain = plain_outputs(stats, out.tail_mass)
     others = [padded(x, size) for x in plain if x is not None]
     state: list[Tensor] = []
-    if call.record and plan.backend.traits.counts_on_device:
-        _, _, _, _, _, _, target_logit, _, *tensors = ctx.saved_tensors
-        selection: Selection = put_together(ctx.selection, iter(tensors))
+    if out.state is not None and plan.backend.traits.counts_on_device:
+        selection = out.state.selection
         scores = selection.scores if selection.kept is None else selection.kept.scores
-        state = [target_logit, *take_apart(scores)[1]]
+        state = [stats.target_logit, *take_apart(scores)[1]]
     tensors = apart([*outputs, *others, *state])
     end = 4 + len(others)
     return (*tensors[:4], tensors[4:end], tensors[end:])  # pyright: ignore[reportReturnType]
@@ -240,38 +242,31 @@ def two_pass_backward(
     needs: list[bool],
     key: str,
 ) -> list[Tensor]:
-    """Runs `TwoPass.backward`. Returns the gradients that hidden, weight, bias and scale need."""
+    """Runs `two_pass.backward`. Returns the gradients that hidden, weight, bias and scale need."""
     bound = BOUND[key]
     plan = bound.plan(hidden, len(rows), needs)
     call = call_of(plan, class_weight, rows, local_targets, count, record=True)
     known = _of_known(scale, call)
-    if state:
-        target_logit, *tensors = state
-        # The state has only the tensors of the scores.
-        like = _scores_like(plan, len(rows), torch.empty_like(weight, device="meta"))
-        selection, _ = take_apart(Selection(like, None))
-        saved_entropy = entropy if plan.wanted.entropy else None
-        ctx: Any = SimpleNamespace(
-            saved_tensors=(
-                *(hidden, weight, bias, known, class_weight, lse, target_logit, saved_entropy),
-                *tensors,
-            ),
-            needs_input_grad=tuple(needs),
-            selection=selection,
-            call=call,
-            target=None,
-            store=None,
-        )
-    else:
-        ctx = OperatorContext(needs)
-        with torch.autocast(hidden.device.type, enabled=False):
-            TwoPass.forward(ctx, hidden, weight, bias, known, call)
-    upstream = (grad_nll, grad_lse, grad_smooth, grad_entropy)
+    given = (grad_nll, grad_lse, grad_smooth, grad_entropy)
     if not plan.backend.traits.counts_on_device:
-        upstream = tuple(None if x is None else x[: call.local_targets.shape[0]] for x in upstream)
-    *grads, grad_scale, _ = TwoPass.backward(ctx, *upstream)
-    grads.append(None if grad_scale is None else padded(grad_scale, len(rows)))
-    return needed_of((hidden, weight, bias, scale), grads, needs)
+        given = tuple(None if x is None else x[: call.local_targets.shape[0]] for x in given)
+    tensors, upstream, once = (hidden, weight, bias), Upstream(*given), Once()
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        if state:
+            target_logit, *of_scores = state
+            # The state has only the tensors of the scores.
+            like = _scores_like(plan, len(rows), torch.empty_like(weight, device="meta"))
+            selection, _ = take_apart(Selection(like, None))
+            selection = put_together(selection, iter(of_scores))
+            stats = Stats(lse, target_logit, entropy=entropy if plan.wanted.entropy else None)
+            saved = State(call, known, stats, selection)
+        else:
+            out = steps.forward(*tensors, known, call, Needs(*needs))
+            assert out.state is not None and out.once is not None
+            saved, once = out.state, out.once
+        grads = steps.backward(*tensors, saved, once, upstream, Needs(*needs))
+    by_scale = None if grads.scale is None else padded(grads.scale, len(rows))
+    return needed_of((*tensors, scale), (*grads[:3], by_scale), needs)
 
 
 def needed_of(

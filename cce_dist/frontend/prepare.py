@@ -1,4 +1,4 @@
-"""The steps of a call: validation, the autograd functions, reductions."""
+"""The steps before a call: casts, validation, the plan, the tokens that count."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist.algorithm.autograd import InForward, TwoPass
 from cce_dist.algorithm.call import Call
-from cce_dist.algorithm.once import without_autocast
 from cce_dist.algorithm.plan import plan_of
 from cce_dist.core.types import accumulate_dtype
 from cce_dist.frontend import agreement, validation
 from cce_dist.frontend.dtensor import LocalParts, arrived, is_dtensor, local_parts
 from cce_dist.frontend.inputs import Inputs
-from cce_dist.frontend.outputs import Finish, LossOutput
+from cce_dist.frontend.outputs import Finish
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
 from cce_dist.frontend.reduction import PickedTokens, TokenLoss, pick_tokens, scale_of_tokens
 from cce_dist.options import LossOptions
@@ -108,6 +106,7 @@ def prepare(
     quantized_weight: QuantizedWeight | StepQuantizer | None,
     *,
     record: bool,  # a backward may follow
+    entropy: bool = False,  # compute the entropy, whatever the options say
     backward_is_next: bool = False,  # see Plan
 ) -> tuple[Call, Finish]:
     """Validates the arguments of a public function; picks the tokens and the backend.
@@ -120,7 +119,6 @@ def prepare(
     if quantized_weight is not None:
         quantized_weight.check(weight, shard.num_classes, options)
 
-    entropy = differentiates(inputs.temperature)
     plan = plan_of(
         hidden,
         targets.numel(),
@@ -130,11 +128,12 @@ def prepare(
         entropy=entropy,
         has_quantized=quantized_weight is not None,
     )
-    picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
-    validation.check_target_range(
-        picked.targets, shard.vocab_size, options.ignore_index, picked.in_range
-    )
-    terms = TokenLoss.of(picked, options, token_weight, class_weight, hidden)
+    with torch.no_grad():
+        picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
+        validation.check_target_range(
+            picked.targets, shard.vocab_size, options.ignore_index, picked.in_range
+        )
+        terms = TokenLoss.of(picked, options, token_weight, class_weight, hidden)
     if backward_is_next:
         plan = replace(plan, backward_is_next=True)
     call = Call(
@@ -176,39 +175,6 @@ def scale_for(
     scale = scale_of_tokens(temperature, picked, options.shift, accumulate_dtype(hidden.dtype))
     validation.check_scale(scale.detach(), options.logit_scale)
     return scale
-
-
-def compute(
-    inputs: Inputs,
-    options: LossOptions,
-    group: Group | DeviceMesh | None,
-    vocab_shard: VocabShard | None,
-    quantized_weight: QuantizedWeight | StepQuantizer | None,
-) -> Tensor | LossOutput:
-    """Computes the loss of plain tensors eagerly, from the arguments of `prepare`."""
-    hidden, weight, bias = inputs.hidden, inputs.weight, inputs.bias
-    temperature = inputs.temperature
-    record = torch.is_grad_enabled() and any(
-        isinstance(x, Tensor) and x.requires_grad for x in (hidden, weight, bias, temperature)
-    )
-    call, finish = prepare(
-        inputs,
-        options,
-        group,
-        vocab_shard,
-        quantized_weight,
-        record=record,
-        backward_is_next=True,
-    )
-    scale = scale_for(temperature, finish.picked, options, hidden)
-    with without_autocast(hidden.device.type):
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        if options.gradient == "in_forward" and record:
-            objective = finish.terms.total_and_upstream
-            loss, lse, entropy, *plain = InForward.apply(flat, weight, bias, call, objective)
-            return finish.with_stats(loss, lse, entropy, plain)
-        nll, lse, smooth, entropy, *plain = TwoPass.apply(flat, weight, bias, scale, call)
-        return finish.result(nll, lse, smooth, entropy, plain)
 
 
 _CAST = (torch.bfloat16, torch.float16, torch.float32)

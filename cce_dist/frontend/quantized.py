@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, get_args
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from cce_dist.backends.choose import quantizer_for
 from cce_dist.backends.eight_bits import screen_dtype
+from cce_dist.core.observer import described_by
 from cce_dist.core.types import QuantizedRows
 from cce_dist.frontend.dtensor import require_plain
 from cce_dist.frontend.validation import (
@@ -94,6 +96,14 @@ class QuantizedWeight:
                 f"of {weight.dtype}, got {self.rows.values.shape[0]} rows of {self.dtype}; make it "
                 "anew with quantize_weight"
             )
+        self.check_values(weight)
+
+    def check_values(self, weight: Tensor) -> None:
+        """Checks that this is a copy of the tensor `weight`, and of its present values.
+
+        Raises:
+            ValueError: it is not.
+        """
         if self.storage() is not weight.untyped_storage() or weight.data_ptr() != self.address:
             raise ValueError(
                 "quantized_weight is of another tensor than weight (under autocast each call casts "
@@ -105,6 +115,10 @@ class QuantizedWeight:
                 "quantized_weight is of earlier values of weight, which has changed since; call "
                 "quantized_weight.refresh(weight) after the optimiser's step"
             )
+
+
+# An address and a version are values, which `check_values` compares in each call.
+described_by[QuantizedWeight] = attrgetter("rows", "screen", "dtype")
 
 
 class StepQuantizer:

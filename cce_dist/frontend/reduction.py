@@ -51,7 +51,7 @@ class PickedTokens:
     def take(self, values: Tensor, shift: int) -> Tensor:
         """Takes values [N] of the tokens that count out of targets' unshifted shape."""
         values = shifted(values, shift, 0).reshape(-1)
-        return values if self.rows is None else values[self.rows]
+        return values if self.rows is None else values.index_select(0, self.rows)
 
 
 def shifted(values: Tensor, shift: int, fill: int) -> Tensor:
@@ -60,6 +60,35 @@ def shifted(values: Tensor, shift: int, fill: int) -> Tensor:
         return values
     pad = values.new_full((*values.shape[:-1], min(shift, values.shape[-1])), fill)
     return torch.cat([values[..., shift:], pad], -1)
+
+
+def gathered(values: Tensor, rows: Tensor | None, shape: torch.Size, shift: int) -> Tensor:
+    """Takes values [N] out of the shape to which `PickedTokens.scatter_to_shape` scatters them."""
+    if shift:
+        pad = values.new_zeros(*shape[:-1], min(shift, shape[-1]))
+        values = torch.cat([values, pad], -1)
+    values = values.reshape(-1)
+    return values if rows is None else values.index_select(0, rows)
+
+
+def grad_of_taken(
+    grad: Tensor,  # [N]
+    like: Tensor,  # the values, unshifted
+    rows: Tensor | None,
+    counts: Tensor | None,  # where not, another value was taken
+    shift: int,
+) -> Tensor:
+    """Returns the gradient by values out of which `PickedTokens.take` takes [N]."""
+    if counts is not None:
+        grad = grad.where(counts, 0)
+    if rows is not None:
+        grad = grad.new_zeros(like.numel()).index_copy_(0, rows, grad)
+    grad = grad.view(like.shape)
+    if shift:
+        size = like.shape[-1]
+        pad = grad.new_zeros(*like.shape[:-1], min(shift, size))
+        grad = torch.cat([pad, grad[..., : max(size - shift, 0)]], -1)
+    return grad.to(like.dtype)
 
 
 def scale_of_tokens(
@@ -107,7 +136,7 @@ class TokenLoss:
         target_weight, mean_class_weight, denominator = None, 1.0, 1.0
         counts = picked.counts
         if class_weight is not None:
-            target_weight = class_weight.to(dtype)[picked.targets]
+            target_weight = class_weight.to(dtype).index_select(0, picked.targets)
             if counts is not None:
                 target_weight = target_weight.where(counts, 0)
             mean_class_weight = class_weight.to(dtype).mean()
@@ -131,17 +160,24 @@ class TokenLoss:
 
     def per_token(self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice) -> Tensor:
         """Returns the losses of tokens `at`, divided so that all tokens' losses sum to the loss."""
+        loss = self._of_token(nll, lse, smooth, at)
+        if self.token_weight is not None:
+            loss = self.token_weight[at] * loss
+        return self._divided(loss)
+
+    def _of_token(self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice) -> Tensor:
         loss = nll if self.target_weight is None else self.target_weight[at] * nll
         if smooth is not None:
             even = self.mean_class_weight * lse - smooth
             loss = (1 - self.smoothing) * loss + self.smoothing * even
         if self.z_loss:
             loss = loss + self.z_loss * lse.square()
-        if self.token_weight is not None:
-            loss = self.token_weight[at] * loss
+        return loss
+
+    def _divided(self, losses: Tensor) -> Tensor:
         if isinstance(self.denominator, float) and self.denominator == 1:
-            return loss
-        return loss / self.denominator
+            return losses
+        return losses / self.denominator
 
     def total_and_upstream(
         self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice
@@ -151,19 +187,34 @@ class TokenLoss:
         return total, self.upstream(nll, lse, smooth, at)
 
     def upstream(
-        self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice = slice(None)
+        self,
+        nll: Tensor,
+        lse: Tensor,
+        smooth: Tensor | None,
+        at: slice = slice(None),
+        grad: Tensor | None = None,
     ) -> Upstream:
-        """Returns the derivatives of the sum of tokens' losses by nll, lse and smooth."""
-        scale = torch.ones_like(nll) / self.denominator
+        """Returns the derivatives of the sum of tokens' losses by nll, lse and smooth.
+
+        Args: grad: [] or [N] the gradient by `per_token`; None: 1.
+        """
+        scale = self._divided(torch.ones_like(nll) if grad is None else grad.expand_as(nll))
         if self.token_weight is not None:
             scale = scale * self.token_weight[at]
-        by_nll = scale if self.target_weight is None else self.target_weight[at] * scale
-        by_lse = by_smooth = None
+        by_nll, by_lse, by_smooth = scale, None, None
         if smooth is not None:
-            by_nll = (1 - self.smoothing) * by_nll
+            by_nll = (1 - self.smoothing) * scale
             by_lse = self.smoothing * self.mean_class_weight * scale
             by_smooth = -self.smoothing * scale
+        if self.target_weight is not None:
+            by_nll = self.target_weight[at] * by_nll
         if self.z_loss:
             square = 2 * self.z_loss * scale * lse
             by_lse = square if by_lse is None else by_lse + square
         return Upstream(by_nll, by_lse, by_smooth)
+
+    def grad_of_token_weight(
+        self, nll: Tensor, lse: Tensor, smooth: Tensor | None, grad: Tensor
+    ) -> Tensor:
+        """Returns the gradient by `token_weight`, [N], from that by `per_token`, [] or [N]."""
+        return self._divided(grad.expand_as(nll)) * self._of_token(nll, lse, smooth, slice(None))

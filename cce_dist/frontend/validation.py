@@ -181,14 +181,15 @@ def check_target_range(
         low, high = torch.aminmax(targets)
         in_range = (low >= 0) & (high < vocab_size)
 
-    def message() -> str:
+    def message(targets: Tensor) -> str:
         low, high = torch.aminmax(targets)
         return (
             f"targets must lie in [0, vocab_size={vocab_size}) or equal ignore_index="
             f"{ignore_index}, got values from {int(low)} to {int(high)}"
         )
 
-    require(in_range, message, "targets must lie in [0, vocab_size) or equal ignore_index")
+    rule = "targets must lie in [0, vocab_size) or equal ignore_index"
+    require(in_range, message, rule, targets)
 
 
 def check_scale(scale: Tensor, logit_scale: float) -> None:
@@ -198,14 +199,14 @@ def check_scale(scale: Tensor, logit_scale: float) -> None:
     good = ((size >= LEAST_FACTOR) & (size <= LARGEST_FACTOR)).all()
     rule = "temperature must be finite and > 0 at every token that counts"
 
-    def message() -> str:
+    def message(scale: Tensor) -> str:
         low, high = torch.aminmax(scale.reciprocal())
         return (
             f"{rule}, and logit_scale={logit_scale!r} / temperature lie between {LEAST_FACTOR:.0e} "
             f"and {LARGEST_FACTOR:.0e} in size, got temperatures from {float(low)} to {float(high)}"
         )
 
-    require(good, message, rule)
+    require(good, message, rule, scale)
 
 
 def require_vocab_shard(shard: object) -> None:

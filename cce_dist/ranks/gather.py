@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cce_dist.core.observer import observed
 from cce_dist.core.phases import in_phase
 from cce_dist.core.tracing import is_fake, is_traced
 from cce_dist.ranks.transport import (
@@ -64,17 +65,26 @@ def gather_bounds(bound: Tensor, group: Group | None) -> Tensor:
     return all_gather(bound, group)
 
 
-def require(condition: Tensor, message: Callable[[], str], async_message: str) -> None:
-    """Raises ValueError with message() unless `condition` [] is True.
+def require(
+    condition: Tensor, message: Callable[..., str], async_message: str, *about: object
+) -> None:
+    """Raises ValueError with message(*about) unless `condition` [] is True.
 
     On a GPU, and under a tracer, a device-side assertion with `async_message` takes its place: the
     host does not wait.
+
+    Args: about: the tensors of the message, or records of tensors. A recording knows these alone.
     """
     if condition.device.type == "cpu" and not is_traced() and not is_fake(condition):
-        if not bool(condition):
-            raise ValueError(message())
+        _require_now(condition, message, about)
     else:
         torch._assert_async(condition, async_message)
+
+
+@observed
+def _require_now(condition: Tensor, message: Callable[..., str], about: tuple[object, ...]) -> None:
+    if not bool(condition):
+        raise ValueError(message(*about))
 
 
 def gather_numbers(numbers: list[int], group: Group | None) -> list[list[int]]:
@@ -83,6 +93,7 @@ def gather_numbers(numbers: list[int], group: Group | None) -> list[list[int]]:
     return all_gather(torch.tensor(numbers, device=device), group).tolist()
 
 
+@observed
 @in_phase("merge", begins=False)
 def require_same_sizes(sizes: Mapping[str, int], device: torch.device, group: Group | None) -> None:
     """Checks that all ranks are about to send tensors of the same sizes.

@@ -174,4 +174,4 @@ def _fields(parts: Tensor, local: Stats, packed: Tensor) -> Stats:
 
 
 def _require_sound(sound: Tensor, headers: Tensor, stats: Stats, count: Tensor | None) -> None:
-    require(sound, lambda: flaw(headers, stats, count), RULE)
+    require(sound, flaw, RULE, headers, stats, count)

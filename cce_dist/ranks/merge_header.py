@@ -40,11 +40,8 @@ def digits_of(shard: VocabShard, length: int) -> list[int]:
 
 def encode(shard: VocabShard, length: int, like: Tensor) -> Tensor:
     """Returns the header, [8], of the dtype and on the device of `like`."""
-    digits = digits_of(shard, length)
-    if like.is_cuda:
-        # A copy from the host would wait for all work of the device.
-        return torch.cat([like.new_full((1,), digit) for digit in digits])
-    return like.new_tensor(digits)
+    # On a GPU a copy from the host would wait for all work of the device.
+    return torch.cat([like.new_full((1,), digit) for digit in digits_of(shard, length)])
 
 
 def decode(digits: Tensor) -> Tensor:

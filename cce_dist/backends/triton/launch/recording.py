@@ -34,10 +34,12 @@ from cce_dist.backends.triton.launch.steps import (
     Step,
     Whole,
     Zero,
+    has_place,
+    is_mutable,
     names_of,
 )
 from cce_dist.backends.triton.launch.tiles import interpreted
-from cce_dist.core.observer import Arguments
+from cce_dist.core.observer import Arguments, observer
 
 aten = torch.ops.aten
 _ALLOCATIONS = {
@@ -100,6 +102,7 @@ class Recorder:
     # While these exist, no new storage has the identity of one that was freed.
     _identities: list[StorageWeakRef] = field(default_factory=list)
     _side: int | None = None
+    _phases: list[Any] = field(default_factory=list)  # those that the call is in
     _side_uses: dict[int, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -220,13 +223,20 @@ class Recorder:
         single = isinstance(result, Tensor)
         self.steps.append(Operator(function, args, named, makes, single, self._side))
 
-    def _with_places(self, value: Any) -> Any:
+    def _with_places(self, value: Any, place_of: Callable[[Tensor], Any] | None = None) -> Any:
+        """Returns a value with places for its tensors. A record without any stays as it is."""
+        place_of, kind = place_of or self.place_of, type(value)
         if isinstance(value, Tensor):
-            return self.place_of(value)
-        if isinstance(value, tuple | list):
-            return type(value)(map(self._with_places, value))
-        if isinstance(value, dict):
-            return {name: self._with_places(each) for name, each in value.items()}
+            return place_of(value)
+        names = names_of(kind)
+        if names is not None:
+            parts = [self._with_places(getattr(value, name), place_of) for name in names]
+            stays = not is_mutable(kind) and not any(map(has_place, parts))
+            return value if stays else Record(kind, names, parts)
+        if kind in (tuple, list):
+            return kind(self._with_places(each, place_of) for each in value)
+        if kind is dict:
+            return {name: self._with_places(each, place_of) for name, each in value.items()}
         return value
 
     def fork(self, first: bool) -> int:
@@ -246,21 +256,33 @@ class Recorder:
             self._use(number)
         self.steps.append(Join(fork))
 
-    def collective(self, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Calls a collective that writes to its arguments, and records the call."""
-        # The operators of its transport are no steps.
-        with _disable_current_modes():
-            result = function(*args, **named)
-
-        self._collective(function, args, named, result)
+    def call(self, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Calls a collective that writes to its arguments, or a check, and records the call."""
+        # What is within it is no step.
+        token = observer.set(None)
+        try:
+            with _disable_current_modes():
+                result = function(*args, **named)
+        finally:
+            observer.reset(token)
+        self._call(function, args, named, result)
         return result
 
+    def enter_phase(self, phase: Any) -> None:
+        self._phases.append(phase)
+
+    def leave_phase(self) -> None:
+        self._phases.pop()
+
     @_noted
-    def _collective(
+    def _call(
         self, function: Any, args: tuple[Any, ...], named: dict[str, Any], result: Any
     ) -> None:
         if result is not None:
             raise Unrecordable("a collective does not wait")
+        if self._phases:
+            # A play reports the phase in which it waits for other ranks.
+            function = self._phases[-1](function)
         places = self._with_places(args), self._with_places(named)
         self.steps.append(Operator(function, *places, [], True, self._side))
 
@@ -272,7 +294,7 @@ class Recorder:
         """
         if self.flaw is not None:
             raise Unrecordable(self.flaw)
-        outputs = self._with_places_in_record(result)
+        outputs = self._with_places(result, self._place_of_result)
         last = len(self.steps)
         returned = {number for number, memory in enumerate(self.memory) if memory.last_use == last}
         pool = self._pool(returned)
@@ -284,17 +306,11 @@ class Recorder:
             result=outputs,
         )
 
-    def _with_places_in_record(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            place = self.place_of(value)
-            as_allocated = Allocation(place.number, place.shape, place.stride, place.dtype)
-            is_whole = not place.offset and self.memory[place.number].allocation == as_allocated
-            return Whole(place.number) if is_whole else place
-        names = names_of(type(value))
-        if names is not None:
-            parts = [self._with_places_in_record(getattr(value, name)) for name in names]
-            return Record(type(value), names, parts)
-        return tuple(map(self._with_places_in_record, value)) if type(value) is tuple else value
+    def _place_of_result(self, tensor: Tensor) -> Place | Whole:
+        place = self.place_of(tensor)
+        as_allocated = Allocation(place.number, place.shape, place.stride, place.dtype)
+        is_whole = not place.offset and self.memory[place.number].allocation == as_allocated
+        return Whole(place.number) if is_whole else place
 
     def _pool(self, returned: set[int]) -> Pool:
         """Places small memories in one allocation: first zeros, then memories that share room with

@@ -22,9 +22,9 @@ from cce_dist.backends.protocol import ColumnFilter, Room
 from cce_dist.backends.triton.launch.recording import Recorder, Unrecordable, Watch
 from cce_dist.backends.triton.launch.start import is_compiling_only
 from cce_dist.backends.triton.launch.steps import Recording, names_of
-from cce_dist.core.observer import observer, same_by_identity
+from cce_dist.core.observer import described_by, observer, same_by_identity
 from cce_dist.core.types import Wanted
-from cce_dist.options import Screen
+from cce_dist.options import LossOptions, Screen
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MOST_KINDS = 256
 # Values and records without tensors, which a kind compares whole.
 _PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device}
-_PLAIN |= {Wanted, ColumnFilter, Room, Screen, VocabShard}
+_PLAIN |= {Wanted, ColumnFilter, LossOptions, Room, Screen, VocabShard}
 
 
 # What `_take` says of classes whose values are described whole, and of tensors.
@@ -59,12 +59,16 @@ class Replayed:
     Args:
         function: its launches and operators follow from its arguments' shapes and options alone.
         consume: drops the arguments' references to memory that the call uses up.
+        comes_again: the first call of a kind is recorded, and not the second: it will come again.
     """
 
     def __init__(
-        self, function: Callable[..., Any], consume: Callable[..., None] = lambda *args: None
+        self,
+        function: Callable[..., Any],
+        consume: Callable[..., None] = lambda *args: None,
+        comes_again: bool = False,
     ) -> None:
-        self.function, self.consume = function, consume
+        self.function, self.consume, self.comes_again = function, consume, comes_again
         self.kinds: OrderedDict[Any, _Kind | Recording] = OrderedDict()
         functools.update_wrapper(self, function)
         _functions.append(self)
@@ -81,7 +85,7 @@ class Replayed:
         if isinstance(kind, Recording):
             self.consume(*args)
             return kind.play(inputs)
-        if kind is _Kind.SEEN:
+        if kind is _Kind.SEEN or (kind is None and self.comes_again):
             return self._record(key, inputs, args)
         if kind is None:
             self._remember(key, _Kind.SEEN)
@@ -155,6 +159,8 @@ def _take(kind: type) -> Any:
         return _WHOLE
     if kind in (Tensor, nn.Parameter):
         return _TENSOR
+    if kind in described_by:
+        return described_by[kind]
     if kind is functools.partial:
         return lambda value: (*value.args, *value.keywords.values())
     if kind is tuple:

@@ -290,6 +290,8 @@ class Operator:
 def _filled(value: Any, play: Play) -> Any:
     if isinstance(value, Place):
         return play.tensor(value)
+    if isinstance(value, Record):
+        return value.filled(play)
     if isinstance(value, tuple | list):
         return [_filled(each, play) for each in value]
     return value
@@ -353,7 +355,9 @@ def _result(value: Any, play: Play) -> Any:
         return play.tensor(value)
     if isinstance(value, Record):
         return value.filled(play)
-    return tuple(_result(each, play) for each in value) if isinstance(value, tuple) else value
+    if type(value) in (tuple, list):
+        return type(value)(_result(each, play) for each in value)
+    return value
 
 
 def names_of(kind: type) -> tuple[str, ...] | None:
@@ -361,3 +365,14 @@ def names_of(kind: type) -> tuple[str, ...] | None:
     if is_dataclass(kind):
         return tuple(each.name for each in fields(kind))
     return getattr(kind, "_fields", None)
+
+
+def has_place(value: Any) -> bool:
+    if isinstance(value, Place | Whole | Record):
+        return True
+    return type(value) in (tuple, list) and any(map(has_place, value))
+
+
+def is_mutable(kind: type) -> bool:
+    about = getattr(kind, "__dataclass_params__", None)
+    return about is not None and not about.frozen

@@ -16,22 +16,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from cce_dist import Filter, LossOutput, linear_cross_entropy, linear_distillation
-from cce_dist.backends.triton import backend as triton_backend
+from cce_dist import (
+    Filter,
+    LossOutput,
+    linear_cross_entropy,
+    linear_distillation,
+    token_logprobs,
+)
+from cce_dist.algorithm.saved import take_apart
 from cce_dist.backends.triton.launch import replay
 from cce_dist.backends.triton.launch.recording import LARGE, Recorder, Unrecordable
 from cce_dist.backends.triton.launch.replay import Replayed, forget_recordings
 from cce_dist.backends.triton.launch.steps import Recording
+from cce_dist.core.phases import watched_by
 from cce_dist.testing import TRITON_PLACES, Place, RankPool, grid
 
-FUNCTIONS = (
-    triton_backend._pick,
-    triton_backend._forward_and_store,
-    triton_backend._forward_of_heads,
-    triton_backend._backward,
-)
-# A call takes one of the forwards.
-PLAYED = len(FUNCTIONS) - 1
+# A loss is a forward and a backward. Ways that are recorded by parts pick their tokens apart.
+PLAYED = {"in_forward": 3, "distillation": 3}
 FILTER = Filter(keep=0.01)
 # Two blocks of tokens, and three tiles of columns, neither of them whole.
 TOKENS, COLUMNS = 140, 300
@@ -75,8 +76,11 @@ def run(tensors: tuple[Tensor, Tensor, Tensor], **options: Any) -> list[Tensor]:
 
 
 def recordings() -> list[Recording]:
-    kinds = [kind for function in FUNCTIONS for kind in function.kinds.values()]
-    return [kind for kind in kinds if isinstance(kind, Recording)]
+    return [kind for kind in kinds() if isinstance(kind, Recording)]
+
+
+def kinds() -> list[Any]:
+    return [kind for function in replay._functions for kind in function.kinds.values()]
 
 
 def require_same(first: list[Tensor], second: list[Tensor]) -> None:
@@ -89,10 +93,131 @@ def test_a_played_call_has_the_bits_of_a_prepared_one(place: Place, way: str) ->
     problems = problem(place), problem(place, seed=1)
     # The first call of a kind prepares everything; so does the second, which is recorded.
     prepared = [run(tensors, **WAYS[way]) for tensors in problems]
-    assert len(recordings()) == PLAYED
+    assert len(recordings()) == PLAYED.get(way, 2)
     for tensors, expected in zip(problems, prepared, strict=True):
         require_same(run(tensors, **WAYS[way]), expected)
-    assert len(recordings()) == PLAYED
+    assert len(recordings()) == PLAYED.get(way, 2)
+
+
+def vector(size: int, grad: bool = False) -> Callable[[torch.device], Tensor]:
+    return lambda device: torch.linspace(0.5, 1.5, size, device=device).requires_grad_(grad)
+
+
+# What the results take beside the kernels: a call is recorded whole with all of it.
+REDUCTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum", "shift": 1},
+    "none": {"reduction": "none", "shift": 1},
+    "token_weight": {"token_weight": vector(TOKENS), "reduction": "none"},
+    "grad of token_weight": {
+        "token_weight": vector(TOKENS, grad=True),
+        "label_smoothing": 0.1,
+        "shift": 1,
+    },
+    "class_weight": {"class_weight": vector(COLUMNS), "z_loss": 1e-3},
+    "bias": {"bias": vector(COLUMNS, grad=True), "gradient": "exact", "keep_logits": True},
+    "stats": {
+        "stats": ("lse", "entropy", "correct", "tail_mass", "logit_moments", "sum_p2"),
+        "reduction": "none",
+    },
+    "temperature": {"temperature": vector(TOKENS), "entropy": True},
+    "grad of temperature": {"temperature": vector(TOKENS, grad=True)},
+}
+
+
+def results_of(place: Place, seed: int, **options: Any) -> list[Tensor]:
+    """Returns the results of a call, and the gradients of all its inputs that need one."""
+    options = {name: x(place.device) if callable(x) else x for name, x in options.items()}
+    hidden, weight, targets = problem(place, seed)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    leaves += [x for x in options.values() if isinstance(x, Tensor) and x.requires_grad]
+    if "gradient" not in options:
+        options["filter"] = FILTER
+    function = token_logprobs if "temperature" in options else linear_cross_entropy
+    output = function(hidden, weight, targets, backend="triton", **options)
+    results = take_apart(output)[1]
+    total = sum(
+        (x * torch.linspace(1, 2, x.numel(), device=x.device).view(x.shape)).sum()
+        for x in results
+        if x.requires_grad
+    )
+    assert isinstance(total, Tensor)
+    return [*(x.detach() for x in results), *torch.autograd.grad(total, leaves)]
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=tuple(REDUCTIONS)))
+def test_a_call_is_recorded_whole(place: Place, way: str) -> None:
+    prepared = [results_of(place, seed, **REDUCTIONS[way]) for seed in range(2)]
+    for seed in range(2):
+        require_same(results_of(place, seed, **REDUCTIONS[way]), prepared[seed])
+    assert len(recordings()) == 2
+
+
+# One function of a call, and not the loss of another module with other options.
+@pytest.mark.parametrize("change", ["requires_grad", "no_grad", "autocast", "buffer"])
+def test_what_a_caller_may_change_is_another_kind(change: str) -> None:
+    place = TRITON_PLACES[0]
+    for _ in range(4):
+        expected = run(problem(place), filter=FILTER)
+    hidden, weight, targets = problem(place)
+    options: dict[str, Any] = {"backend": "triton", "filter": FILTER}
+    hidden.requires_grad_()
+    if change == "requires_grad":
+        loss = linear_cross_entropy(hidden, weight, targets, **options)
+        (grad,) = torch.autograd.grad(loss, hidden)
+        require_same([loss.detach(), grad], expected[:2])
+    elif change == "no_grad":
+        with torch.no_grad():
+            loss = linear_cross_entropy(hidden, weight.requires_grad_(), targets, **options)
+        assert not loss.requires_grad and torch.equal(loss, expected[0])
+    elif change == "autocast":
+        weight.requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            loss = linear_cross_entropy(hidden, weight, targets, **options)
+            loss.backward()
+        assert hidden.grad is not None and torch.equal(hidden.grad, expected[1])
+    else:
+        into = torch.zeros(weight.shape)
+        loss = linear_cross_entropy(
+            hidden, weight.requires_grad_(), targets, grad_weight_into=into, **options
+        )
+        loss.backward()
+        assert weight.grad is None and torch.equal(into.to(weight.dtype), expected[2])
+
+
+def test_a_played_call_checks_its_targets() -> None:
+    hidden, weight, targets = problem(TRITON_PLACES[0])
+    for _ in range(4):
+        run((hidden, weight, targets), filter=FILTER)
+    targets[3] = COLUMNS + 2
+    with pytest.raises(ValueError, match=rf"targets must lie in .* to {COLUMNS + 2}"):
+        run((hidden, weight, targets), filter=FILTER)
+    assert recordings()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_results_of_a_played_call_can_be_written(reduction: str) -> None:
+    hidden, weight, targets = problem(TRITON_PLACES[0])
+    grads = []
+    for _ in range(4):
+        leaf = hidden.clone().requires_grad_()
+        loss = linear_cross_entropy(
+            leaf, weight, targets, backend="triton", filter=FILTER, reduction=reduction
+        )
+        loss *= 2.0
+        grads += torch.autograd.grad(loss.sum(), leaf)
+    require_same(grads[1:], grads[:1] * 3)
+
+
+def test_a_played_call_has_a_second_backward() -> None:
+    for _ in range(4):
+        hidden, weight, targets = problem(TRITON_PLACES[0])
+        leaves = hidden.requires_grad_(), weight.requires_grad_()
+        loss = linear_cross_entropy(*leaves, targets, backend="triton", filter=FILTER)
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        require_same([*torch.autograd.grad(loss, leaves)], [*first])
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(loss, leaves)
 
 
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES))
@@ -106,7 +231,7 @@ def test_a_played_call_adds_to_the_callers_buffer(place: Place) -> None:
             hidden, weight, tensors[2], backend="triton", filter=FILTER, grad_weight_into=into
         ).backward()
         sums.append(into)
-    assert len(recordings()) == PLAYED
+    assert len(recordings()) == 2
     require_same(sums[1:], sums[:1] * 3)
 
 
@@ -138,7 +263,7 @@ def test_another_layout_is_another_kind(change: str) -> None:
     for _ in range(3):
         loss(*tensors)
     assert torch.equal(loss(*changed), expected)
-    assert any(kind is replay._Kind.SEEN for kind in FUNCTIONS[1].kinds.values())
+    assert any(kind is replay._Kind.SEEN for kind in kinds())
 
 
 def test_a_dispatch_mode_sees_every_operator() -> None:
@@ -261,17 +386,35 @@ def test_an_error_in_a_recorded_call_is_the_callers() -> None:
     assert torch.equal(function(torch.zeros(2)), torch.ones(2))
 
 
+class Phases:
+    """A watcher that notes the phases."""
+
+    def __init__(self) -> None:
+        self.entered: set[str] = set()
+
+    def enter(self, phase: str, begins: bool) -> None:
+        self.entered.add(phase)
+
+    def leave(self, phase: str, error: BaseException | None) -> None: ...
+
+
 def on_a_rank(group: Any, place: Place, way: str, slices: bool) -> list[list[Tensor]]:
     hidden, weight, targets = problem(place)
     weight = weight.chunk(group.size())[group.rank()]
     if slices:
         hidden = hidden.chunk(group.size())[group.rank()]
     forget_recordings()
-    results = [
-        run((hidden, weight, targets), group=group, sequence_parallel=slices, **WAYS[way])
-        for _ in range(4)
-    ]
-    assert len(recordings()) == PLAYED
+    results, phases = [], []
+    for _ in range(4):
+        seen = Phases()
+        with watched_by(seen):
+            results.append(
+                run((hidden, weight, targets), group=group, sequence_parallel=slices, **WAYS[way])
+            )
+        phases.append(seen.entered)
+    assert len(recordings()) == PLAYED.get(way, 2)
+    # Whoever watches over ranks learns in which phase each of them waits.
+    assert all({"merge", "reduce"} <= each for each in phases)
     forget_recordings()
     return results
 

@@ -1,0 +1,292 @@
+"""The loss outside of the compiler: one function of all its inputs, with one backward.
+
+`forward` goes from the arguments to the results, `backward` from the results' gradients to the
+inputs'. Neither records autograd's graph, so that where kernels compute, later calls of a kind play
+a recording: docs/design/host.md#recordings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph
+
+from cce_dist.algorithm import two_pass
+from cce_dist.algorithm.autograd import InForward, no_forward_mode
+from cce_dist.algorithm.call import require_in_memory
+from cce_dist.algorithm.once import once_differentiable, without_autocast
+from cce_dist.algorithm.saved import put_together, take_apart
+from cce_dist.algorithm.two_pass import Needs, Once, State, plain_outputs
+from cce_dist.backends.choose import plays, repeated
+from cce_dist.core.observer import observer, same_by_identity
+from cce_dist.core.types import Upstream
+from cce_dist.frontend import agreement
+from cce_dist.frontend.inputs import Inputs
+from cce_dist.frontend.outputs import LossOutput
+from cce_dist.frontend.prepare import differentiates, prepare, scale_for
+from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
+from cce_dist.frontend.reduction import TokenLoss, gathered, grad_of_taken
+from cce_dist.options import LossOptions
+from cce_dist.ranks.transport import resolve_group
+from cce_dist.vocab_shard import VocabShard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from cce_dist.ranks.transport import Group
+
+
+class Differentiated(NamedTuple):
+    """Whether a backward may ask for the gradients of these inputs."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    token_weight: bool
+    temperature: bool
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Differentiated:
+        tensors = (inputs.hidden, inputs.weight, inputs.bias)
+        return cls(*map(differentiates, (*tensors, inputs.token_weight, inputs.temperature)))
+
+    @property
+    def by_steps(self) -> Needs:
+        return Needs(self.hidden, self.weight, self.bias, self.temperature)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The tensors and options of a backward."""
+
+    state: State
+    terms: TokenLoss
+    counts: Tensor | None  # of `PickedTokens`
+    shape: torch.Size  # targets'
+
+
+class Frame:
+    """A `Saved` without its tensors. Of a recorded call it is one object for all that play it."""
+
+    def __init__(self, saved: object, needs: Differentiated) -> None:
+        self.saved, self.needs = saved, needs
+        self.is_recorded = observer.get() is not None
+
+
+same_by_identity.append(Frame)
+
+
+class Forward(NamedTuple):
+    """The results of `forward`, and what it leaves to a backward: None if there can be none."""
+
+    results: Tensor | LossOutput
+    frame: Frame | None = None
+    saved: tuple[Tensor, ...] = ()
+    once: Once | None = None
+
+
+def compute(
+    inputs: Inputs,
+    options: LossOptions,
+    group: Group | DeviceMesh | None,
+    vocab_shard: VocabShard | None,
+    quantized_weight: QuantizedWeight | StepQuantizer | None,
+) -> Tensor | LossOutput:
+    """Computes the loss of plain tensors eagerly, from the arguments of `prepare`."""
+    needs = Differentiated.of(inputs)
+    if options.gradient == "in_forward" and any(needs):
+        return _in_forward(inputs, options, group, vocab_shard, quantized_weight)
+    weight, group = inputs.weight, resolve_group(group)
+    arguments = inputs, options, group, vocab_shard, quantized_weight, needs
+    if plays(options, inputs.hidden, weight) and not agreement.is_wanted(options):
+        if isinstance(quantized_weight, QuantizedWeight):
+            # A recording compares no values and no versions.
+            quantized_weight.check_values(weight)
+        with without_autocast(weight.device.type):
+            done = _forward(*arguments)
+    else:
+        done = forward(*arguments)
+    if done.frame is None:
+        return done.results
+    structure, results = take_apart(done.results)
+    tensors = inputs.hidden, weight, inputs.bias, inputs.token_weight, inputs.temperature
+    return put_together(
+        structure, iter(_Results.apply(*tensors, done, results, inputs.grad_weight_into))
+    )
+
+
+def forward(
+    inputs: Inputs,
+    options: LossOptions,
+    group: Group | None,
+    vocab_shard: VocabShard | None,
+    quantized_weight: QuantizedWeight | StepQuantizer | None,
+    needs: Differentiated,
+) -> Forward:
+    """Computes the results, and what a backward takes. Collectives: the loss's forward."""
+    call, finish = prepare(
+        inputs,
+        options,
+        group,
+        vocab_shard,
+        quantized_weight,
+        record=any(needs),
+        entropy=needs.temperature,
+        backward_is_next=True,
+    )
+    hidden = inputs.hidden
+    with torch.no_grad(), without_autocast(hidden.device.type):
+        scale = scale_for(inputs.temperature, finish.picked, options, hidden)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        out = two_pass.forward(flat, inputs.weight, inputs.bias, scale, call, needs.by_steps)
+        stats = out.stats
+        results = finish.result(
+            stats.lse - stats.target_logit,
+            stats.lse,
+            stats.smooth_logit,
+            stats.entropy,
+            list(plain_outputs(stats, out.tail_mass)),
+        )
+    if out.state is None:
+        return Forward(results)
+    saved = Saved(out.state, finish.terms, finish.picked.counts, finish.shape)
+    structure, tensors = take_apart(saved)
+    return Forward(results, Frame(structure, needs), tuple(tensors), out.once)
+
+
+class Grads(NamedTuple):
+    """The gradients by the results; None: 0."""
+
+    loss: Tensor | None  # [] or targets' (shifted) shape, as the next two
+    lse: Tensor | None
+    entropy: Tensor | None
+
+
+def backward(
+    frame: Frame,
+    # hidden, weight, bias; token_weight and temperature, None if they need no gradient
+    inputs: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
+    tensors: tuple[Tensor, ...],  # of `Forward.saved`
+    once: Once,
+    grads: Grads,
+    grad_weight_into: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients by hidden, weight, bias, token_weight and temperature. Collectives: the
+    loss's backward."""
+    saved: Saved = put_together(frame.saved, iter(tensors))
+    hidden, weight, bias, token_weight, temperature = inputs
+    state, terms, needs = saved.state, saved.terms, frame.needs
+    options, rows, stats = state.call.plan.options, state.call.rows, state.stats
+
+    def by_token(grad: Tensor | None) -> Tensor | None:
+        """Returns the gradient by a result of each token, [N]."""
+        return None if grad is None else gathered(grad, rows, saved.shape, options.shift)
+
+    def by_taken(grad: Tensor, values: Tensor) -> Tensor:
+        return grad_of_taken(grad, values, rows, saved.counts, options.shift)
+
+    by_token_weight = by_temperature = None
+    upstream, lse = Upstream(), by_token(grads.lse)
+    by_loss = grads.loss if options.reduction != "none" else by_token(grads.loss)
+    if by_loss is not None:
+        of_loss = stats.lse - stats.target_logit, stats.lse, stats.smooth_logit
+        upstream = terms.upstream(*of_loss, grad=by_loss)
+        if token_weight is not None:
+            each = terms.grad_of_token_weight(*of_loss, by_loss)
+            by_token_weight = by_taken(each, token_weight)
+    if lse is not None and upstream.lse is not None:
+        lse = lse + upstream.lse
+    lse = upstream.lse if lse is None else lse
+    upstream = replace(upstream, lse=lse, entropy=by_token(grads.entropy))
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    out = two_pass.backward(
+        flat, weight, bias, state, once, upstream, needs.by_steps, grad_weight_into
+    )
+    if temperature is not None and out.scale is not None and state.scale is not None:
+        # The scale is 1 / temperature.
+        by_temperature = by_taken(-out.scale * state.scale.square(), temperature)
+    by_hidden = None if out.hidden is None else out.hidden.view(hidden.shape)
+    return by_hidden, out.weight, out.bias, by_token_weight, by_temperature
+
+
+_forward = repeated(forward)
+# Of a recorded call's frame only: it will come again.
+_backward = repeated(backward, consume=lambda *args: args[3].clear(), comes_again=True)
+
+
+class _Results(torch.autograd.Function):
+    """The results of a forward, as functions of its inputs."""
+
+    jvp = staticmethod(no_forward_mode)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token_weight: Tensor | None,
+        temperature: Tensor | None,
+        done: Forward,
+        results: list[Tensor],
+        grad_weight_into: Tensor | None,
+    ):
+        ctx.frame, ctx.once, ctx.buffer = done.frame, done.once, grad_weight_into
+        ctx.has = _has(done.results)
+        token_weight = token_weight if ctx.needs_input_grad[3] else None
+        temperature = temperature if ctx.needs_input_grad[4] else None
+        ctx.save_for_backward(hidden, weight, bias, token_weight, temperature, *done.saved)
+        ctx.set_materialize_grads(False)
+        # A view that a function returns could not be written in place.
+        results = [each.detach() if each._is_view() else each for each in results]
+        ctx.mark_non_differentiable(*results[sum(ctx.has) :])
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None):
+        tensors = ctx.saved_tensors
+        inputs, saved = tensors[:5], tensors[5:]
+        # This backward uses `once` up: a second one over a retained graph has nothing of it.
+        once, buffer, ctx.once = ctx.once, ctx.buffer, Once()
+        if not _get_current_graph_task_keep_graph():
+            # A loss must not keep the caller's buffer alive after the backward. Autograd would free
+            # a saved tensor, but hooks would put a copy in its place.
+            ctx.buffer = None
+        if all(grad is None for grad in grads):
+            return (None,) * 8
+        require_in_memory(inputs[1])
+        given = iter(grads)
+        by_results = Grads(*(next(given) if has else None for has in ctx.has))
+        run = _backward if ctx.frame.is_recorded else backward
+        with without_autocast(inputs[1].device.type):
+            found = run(ctx.frame, inputs, saved, once, by_results, buffer)
+        return (*found, None, None, None)
+
+
+def _has(results: Tensor | LossOutput) -> tuple[bool, bool, bool]:
+    """Tells which of the fields of `Grads`, the first of the results, there are."""
+    if isinstance(results, Tensor):
+        return True, False, False
+    return True, results.lse is not None, results.entropy is not None
+
+
+def _in_forward(
+    inputs: Inputs,
+    options: LossOptions,
+    group: Group | DeviceMesh | None,
+    vocab_shard: VocabShard | None,
+    quantized_weight: QuantizedWeight | StepQuantizer | None,
+) -> Tensor | LossOutput:
+    arguments = inputs, options, group, vocab_shard, quantized_weight
+    call, finish = prepare(*arguments, record=True, backward_is_next=True)
+    hidden = inputs.hidden
+    with without_autocast(hidden.device.type):
+        flat, objective = hidden.reshape(-1, hidden.shape[-1]), finish.terms.total_and_upstream
+        loss, lse, entropy, *plain = InForward.apply(
+            flat, inputs.weight, inputs.bias, call, objective
+        )
+        return finish.with_stats(loss, lse, entropy, plain)
