@@ -192,10 +192,11 @@ def backward(
     upstream, lse = Upstream(), by_token(grads.lse)
     by_loss = grads.loss if options.reduction != "none" else by_token(grads.loss)
     if by_loss is not None:
-        of_loss = stats.lse - stats.target_logit, stats.lse, stats.smooth_logit
-        upstream = terms.upstream(*of_loss, grad=by_loss)
+        lse_and_smooth = stats.lse, stats.smooth_logit
+        upstream = terms.upstream(*lse_and_smooth, grad=by_loss)
         if token_weight is not None:
-            each = terms.grad_of_token_weight(*of_loss, by_loss)
+            nll = stats.lse - stats.target_logit
+            each = terms.grad_of_token_weight(nll, *lse_and_smooth, by_loss)
             by_token_weight = by_taken(each, token_weight)
     if lse is not None and upstream.lse is not None:
         lse = lse + upstream.lse

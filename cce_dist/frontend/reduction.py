@@ -184,11 +184,10 @@ class TokenLoss:
     ) -> tuple[Tensor, Upstream]:
         """Returns the sum of tokens' losses, and its derivatives, outside of autograd."""
         total = self.per_token(nll, lse, smooth, at).sum()
-        return total, self.upstream(nll, lse, smooth, at)
+        return total, self.upstream(lse, smooth, at)
 
     def upstream(
         self,
-        nll: Tensor,
         lse: Tensor,
         smooth: Tensor | None,
         at: slice = slice(None),
@@ -198,7 +197,7 @@ class TokenLoss:
 
         Args: grad: [] or [N] the gradient by `per_token`; None: 1.
         """
-        scale = self._divided(torch.ones_like(nll) if grad is None else grad.expand_as(nll))
+        scale = self._divided(torch.ones_like(lse) if grad is None else grad.expand_as(lse))
         if self.token_weight is not None:
             scale = scale * self.token_weight[at]
         by_nll, by_lse, by_smooth = scale, None, None

@@ -389,7 +389,7 @@ class PipelineHead:
         assert isinstance(loss, Tensor)
         if batch.grad_losses is not None:
             scale = scale * finish.picked.take(batch.grad_losses, finish.options.shift)
-        return loss, stats, finish.terms.upstream(*vectors).scaled(scale)
+        return loss, stats, finish.terms.upstream(*vectors[1:]).scaled(scale)
 
     def checked(self, hidden: Tensor | None, targets: Tensor | None) -> tuple[Tensor, Tensor]:
         if hidden is None or targets is None:

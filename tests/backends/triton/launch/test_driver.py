@@ -14,8 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from cce_dist import linear_cross_entropy
-from cce_dist.backends.triton import backend as triton_backend
-from cce_dist.backends.triton.launch import driver
+from cce_dist.backends.triton.launch import driver, replay
 from cce_dist.backends.triton.launch.driver import Address, Descriptor, NotReady, Ready
 from cce_dist.backends.triton.launch.replay import forget_recordings
 from cce_dist.backends.triton.launch.steps import Launch, Recording
@@ -216,12 +215,7 @@ def test_a_thread_waits_by_one_event_of_each_device(fake: FakeDriver) -> None:
 
 
 def launches() -> list[Launch]:
-    functions = (
-        triton_backend._pick,
-        triton_backend._forward_and_store,
-        triton_backend._backward,
-    )
-    kinds = [kind for function in functions for kind in function.kinds.values()]
+    kinds = [kind for function in replay._functions for kind in function.kinds.values()]
     steps = [step for kind in kinds if isinstance(kind, Recording) for step in kind.steps]
     return [step for step in steps if isinstance(step, Launch)]
 
