@@ -22,8 +22,8 @@ try:
         teacher_topk,
     )
     from cce_dist.frontend.listed import TokenSupport
-    from cce_dist.frontend.outputs import LogitMoments, LossOutput
     from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer, quantize_weight
+    from cce_dist.frontend.reduction import LogitMoments, LossOutput
     from cce_dist.largest import LargestLogits, largest_logits
     from cce_dist.logprobs import TokenLogprobs, token_logprobs
     from cce_dist.loss import LinearCrossEntropy, linear_cross_entropy

@@ -18,7 +18,7 @@ from cce_dist.frontend.listed import (
     is_everything,
     list_tokens,
 )
-from cce_dist.frontend.outputs import LossOutput
+from cce_dist.frontend.reduction import LossOutput
 from cce_dist.frontend.support import Supported
 from cce_dist.frontend.validation import require_tensor
 from cce_dist.loss import compute_loss

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
 from cce_dist.frontend.eager import compute
 from cce_dist.frontend.inputs import Inputs, options_of
-from cce_dist.frontend.outputs import LossOutput
 from cce_dist.frontend.prepare import enter
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
+from cce_dist.frontend.reduction import LossOutput
 from cce_dist.frontend.validation import require_vocab_shard
 from cce_dist.options import (
     Backend,

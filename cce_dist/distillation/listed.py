@@ -29,9 +29,8 @@ from cce_dist.frontend.listed import (
     list_tokens,
     local_of,
 )
-from cce_dist.frontend.outputs import LossOutput
 from cce_dist.frontend.prepare import operand_dtype
-from cce_dist.frontend.reduction import PickedTokens, TokenLoss, shifted
+from cce_dist.frontend.reduction import LossOutput, PickedTokens, TokenLoss, shifted
 from cce_dist.frontend.validation import require_tensor
 from cce_dist.logprobs import (
     LARGEST_K,

@@ -18,10 +18,9 @@ from cce_dist.core.tracing import is_traced
 from cce_dist.frontend import validation
 from cce_dist.frontend.compiled_operators import BOUND, Bound, has_plain
 from cce_dist.frontend.inputs import Inputs
-from cce_dist.frontend.outputs import Finish, LossOutput
 from cce_dist.frontend.prepare import differentiates, local_targets_of, narrow, scale_for, slice_of
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
-from cce_dist.frontend.reduction import TokenLoss, pick_tokens
+from cce_dist.frontend.reduction import Finish, LossOutput, TokenLoss, pick_tokens
 from cce_dist.options import Filter, LossOptions, Screen
 from cce_dist.python_numbers import constant
 from cce_dist.ranks.transport import group_rank, group_size, is_over_mpi, resolve_group

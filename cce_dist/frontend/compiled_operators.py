@@ -247,10 +247,11 @@ def two_pass_backward(
     plan = bound.plan(hidden, len(rows), needs)
     call = call_of(plan, class_weight, rows, local_targets, count, record=True)
     known = _of_known(scale, call)
-    given = (grad_nll, grad_lse, grad_smooth, grad_entropy)
+    by_vectors = (grad_nll, grad_lse, grad_smooth, grad_entropy)
     if not plan.backend.traits.counts_on_device:
-        given = tuple(None if x is None else x[: call.local_targets.shape[0]] for x in given)
-    tensors, upstream, once = (hidden, weight, bias), Upstream(*given), Once()
+        size = call.local_targets.shape[0]
+        by_vectors = tuple(None if x is None else x[:size] for x in by_vectors)
+    tensors, upstream, once = (hidden, weight, bias), Upstream(*by_vectors), Once()
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         if state:
             target_logit, *of_scores = state

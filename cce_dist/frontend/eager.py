@@ -25,10 +25,9 @@ from cce_dist.core.observer import observer, same_by_identity
 from cce_dist.core.types import Upstream
 from cce_dist.frontend import agreement
 from cce_dist.frontend.inputs import Inputs
-from cce_dist.frontend.outputs import LossOutput
 from cce_dist.frontend.prepare import differentiates, prepare, scale_for
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
-from cce_dist.frontend.reduction import TokenLoss, gathered, grad_of_taken
+from cce_dist.frontend.reduction import LossOutput, TokenLoss, gathered, grad_of_taken
 from cce_dist.options import LossOptions
 from cce_dist.ranks.transport import resolve_group
 from cce_dist.vocab_shard import VocabShard
@@ -260,12 +259,12 @@ class _Results(torch.autograd.Function):
         if all(grad is None for grad in grads):
             return (None,) * 8
         require_in_memory(inputs[1])
-        given = iter(grads)
-        by_results = Grads(*(next(given) if has else None for has in ctx.has))
+        in_order = iter(grads)
+        by_results = Grads(*(next(in_order) if has else None for has in ctx.has))
         run = _backward if ctx.frame.is_recorded else backward
         with without_autocast(inputs[1].device.type):
-            found = run(ctx.frame, inputs, saved, once, by_results, buffer)
-        return (*found, None, None, None)
+            input_grads = run(ctx.frame, inputs, saved, once, by_results, buffer)
+        return (*input_grads, None, None, None)
 
 
 def _has(results: Tensor | LossOutput) -> tuple[bool, bool, bool]:

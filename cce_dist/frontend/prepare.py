@@ -15,9 +15,14 @@ from cce_dist.core.types import accumulate_dtype
 from cce_dist.frontend import agreement, validation
 from cce_dist.frontend.dtensor import LocalParts, arrived, is_dtensor, local_parts
 from cce_dist.frontend.inputs import Inputs
-from cce_dist.frontend.outputs import Finish
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
-from cce_dist.frontend.reduction import PickedTokens, TokenLoss, pick_tokens, scale_of_tokens
+from cce_dist.frontend.reduction import (
+    Finish,
+    PickedTokens,
+    TokenLoss,
+    pick_tokens,
+    scale_of_tokens,
+)
 from cce_dist.options import LossOptions
 from cce_dist.ranks.transport import group_rank, group_size, resolve_group
 from cce_dist.vocab_shard import VocabShard

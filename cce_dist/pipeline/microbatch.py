@@ -16,7 +16,7 @@ from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.protocol import ForwardRequest, Room, Scores
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens, Wanted
-from cce_dist.frontend.outputs import Finish
+from cce_dist.frontend.reduction import Finish
 from cce_dist.ranks.gather import Issue
 from cce_dist.ranks.merge import start_merge_stats
 
