@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+from cce_dist.core.records import names_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def _apart(record: Any, tensors: list[Tensor]) -> Any:
     if isinstance(record, Tensor):
         tensors.append(record)
         return TENSOR
-    names = _names_of(type(record))
+    names = names_of(type(record))
     if names is None:
         return record
     before = len(tensors)
@@ -47,11 +48,3 @@ def put_together(record: Any, tensors: Iterator[Tensor]) -> Any:
     if type(record) is not Apart:
         return record
     return record.kind(*(put_together(part, tensors) for part in record.parts))
-
-
-@cache
-def _names_of(kind: type) -> tuple[str, ...] | None:
-    """Returns the fields of a dataclass or of a named tuple; None for other classes."""
-    if is_dataclass(kind):
-        return tuple(field.name for field in fields(kind))
-    return getattr(kind, "_fields", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -105,6 +105,10 @@ def plays(options: LossOptions, hidden: object, weight: object) -> bool:
         return False
     # Kernels on a CPU are the interpreter's, which a caller names.
     return hidden.is_cuda or (hidden.is_cpu and options.backend == "triton")
+
+
+def _is_dense(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def repeated(

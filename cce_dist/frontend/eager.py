@@ -16,7 +16,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 
 from cce_dist.algorithm import two_pass
 from cce_dist.algorithm.autograd import InForward, no_forward_mode
-from cce_dist.algorithm.call import require_in_memory
+from cce_dist.algorithm.call import Call, require_in_memory
 from cce_dist.algorithm.once import once_differentiable, without_autocast
 from cce_dist.algorithm.saved import put_together, take_apart
 from cce_dist.algorithm.two_pass import Needs, Once, State, plain_outputs
@@ -27,7 +27,7 @@ from cce_dist.frontend import agreement
 from cce_dist.frontend.inputs import Inputs
 from cce_dist.frontend.prepare import differentiates, prepare, scale_for
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
-from cce_dist.frontend.reduction import LossOutput, TokenLoss, gathered, grad_of_taken
+from cce_dist.frontend.reduction import Finish, LossOutput, TokenLoss, gathered, grad_of_taken
 from cce_dist.options import LossOptions
 from cce_dist.ranks.transport import resolve_group
 from cce_dist.vocab_shard import VocabShard
@@ -79,7 +79,7 @@ same_by_identity.append(Frame)
 
 
 class Forward(NamedTuple):
-    """The results of `forward`, and what it leaves to a backward: None if there can be none."""
+    """The results of `forward`, and the state for a backward; None if there can be no backward."""
 
     results: Tensor | LossOutput
     frame: Frame | None = None
@@ -95,19 +95,18 @@ def compute(
     quantized_weight: QuantizedWeight | StepQuantizer | None,
 ) -> Tensor | LossOutput:
     """Computes the loss of plain tensors eagerly, from the arguments of `prepare`."""
-    needs = Differentiated.of(inputs)
+    weight, needs = inputs.weight, Differentiated.of(inputs)
+    arguments = inputs, options, resolve_group(group), vocab_shard, quantized_weight
     if options.gradient == "in_forward" and any(needs):
-        return _in_forward(inputs, options, group, vocab_shard, quantized_weight)
-    weight, group = inputs.weight, resolve_group(group)
-    arguments = inputs, options, group, vocab_shard, quantized_weight, needs
+        return _in_forward(inputs, *prepare(*arguments, record=True, backward_is_next=True))
     if plays(options, inputs.hidden, weight) and not agreement.is_wanted(options):
         if isinstance(quantized_weight, QuantizedWeight):
             # A recording compares no values and no versions.
             quantized_weight.check_values(weight)
-        with without_autocast(weight.device.type):
-            done = _forward(*arguments)
+        with without_autocast(inputs.hidden.device.type):
+            done = _forward(*arguments, needs)
     else:
-        done = forward(*arguments)
+        done = forward(*arguments, needs)
     if done.frame is None:
         return done.results
     structure, results = take_apart(done.results)
@@ -125,7 +124,7 @@ def forward(
     quantized_weight: QuantizedWeight | StepQuantizer | None,
     needs: Differentiated,
 ) -> Forward:
-    """Computes the results, and what a backward takes. Collectives: the loss's forward."""
+    """Computes the results, and the state for a backward. Collectives: the loss's forward."""
     call, finish = prepare(
         inputs,
         options,
@@ -213,7 +212,7 @@ def backward(
 
 
 _forward = repeated(forward)
-# Of a recorded call's frame only: it will come again.
+# It gets frames of recorded calls alone, and so each comes again.
 _backward = repeated(backward, consume=lambda *args: args[3].clear(), comes_again=True)
 
 
@@ -250,7 +249,7 @@ class _Results(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None):
         tensors = ctx.saved_tensors
         inputs, saved = tensors[:5], tensors[5:]
-        # This backward uses `once` up: a second one over a retained graph has nothing of it.
+        # A second backward over a retained graph finds no memory in `once`.
         once, buffer, ctx.once = ctx.once, ctx.buffer, Once()
         if not _get_current_graph_task_keep_graph():
             # A loss must not keep the caller's buffer alive after the backward. Autograd would free
@@ -274,19 +273,9 @@ def _has(results: Tensor | LossOutput) -> tuple[bool, bool, bool]:
     return True, results.lse is not None, results.entropy is not None
 
 
-def _in_forward(
-    inputs: Inputs,
-    options: LossOptions,
-    group: Group | DeviceMesh | None,
-    vocab_shard: VocabShard | None,
-    quantized_weight: QuantizedWeight | StepQuantizer | None,
-) -> Tensor | LossOutput:
-    arguments = inputs, options, group, vocab_shard, quantized_weight
-    call, finish = prepare(*arguments, record=True, backward_is_next=True)
-    hidden = inputs.hidden
+def _in_forward(inputs: Inputs, call: Call, finish: Finish) -> Tensor | LossOutput:
+    hidden, objective = inputs.hidden, finish.terms.total_and_upstream
     with without_autocast(hidden.device.type):
-        flat, objective = hidden.reshape(-1, hidden.shape[-1]), finish.terms.total_and_upstream
-        loss, lse, entropy, *plain = InForward.apply(
-            flat, inputs.weight, inputs.bias, call, objective
-        )
+        tensors = hidden.reshape(-1, hidden.shape[-1]), inputs.weight, inputs.bias
+        loss, lse, entropy, *plain = InForward.apply(*tensors, call, objective)
         return finish.with_stats(loss, lse, entropy, plain)

@@ -159,9 +159,9 @@ def prepare(
     return call, Finish(terms, picked, shape, options, shard.vocab_size)
 
 
-def differentiates(tensor: Tensor | None) -> bool:
-    """Tells whether a backward may ask for the tensor's gradient."""
-    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+def differentiates(value: object) -> bool:
+    """Tells whether a backward may ask for the gradient; of what is no tensor, it may not."""
+    return torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad
 
 
 def scale_for(

@@ -36,10 +36,10 @@ from cce_dist.backends.triton.launch.steps import (
     Zero,
     has_place,
     is_mutable,
-    names_of,
 )
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.observer import Arguments, observer
+from cce_dist.core.records import names_of
 
 aten = torch.ops.aten
 _ALLOCATIONS = {

@@ -21,8 +21,9 @@ from torch.utils import _python_dispatch as dispatch
 from cce_dist.backends.protocol import ColumnFilter, Room
 from cce_dist.backends.triton.launch.recording import Recorder, Unrecordable, Watch
 from cce_dist.backends.triton.launch.start import is_compiling_only
-from cce_dist.backends.triton.launch.steps import Recording, names_of
+from cce_dist.backends.triton.launch.steps import Recording
 from cce_dist.core.observer import described_by, observer, same_by_identity
+from cce_dist.core.records import names_of
 from cce_dist.core.types import Wanted
 from cce_dist.options import LossOptions, Screen
 from cce_dist.vocab_shard import VocabShard
@@ -137,7 +138,7 @@ def _describe(values: tuple[Any, ...], parts: list[Any], inputs: list[Tensor]) -
         if take is _WHOLE:
             parts.append(value)
         elif take is _TENSOR:
-            if not value.numel() or value.layout is not torch.strided:
+            if value.is_nested or not value.numel() or value.layout is not torch.strided:
                 return False
             inputs.append(value)
             parts += (value.shape, value.stride(), value.dtype, value.device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -358,13 +358,6 @@ def _result(value: Any, play: Play) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_result(each, play) for each in value)
     return value
-
-
-def names_of(kind: type) -> tuple[str, ...] | None:
-    """Returns the fields of a dataclass or of a named tuple; None for other classes."""
-    if is_dataclass(kind):
-        return tuple(each.name for each in fields(kind))
-    return getattr(kind, "_fields", None)
 
 
 def has_place(value: Any) -> bool:

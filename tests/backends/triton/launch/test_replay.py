@@ -21,6 +21,7 @@ from cce_dist import (
     LossOutput,
     linear_cross_entropy,
     linear_distillation,
+    quantize_weight,
     token_logprobs,
 )
 from cce_dist.algorithm.saved import take_apart
@@ -153,7 +154,6 @@ def test_a_call_is_recorded_whole(place: Place, way: str) -> None:
     assert len(recordings()) == 2
 
 
-# One function of a call, and not the loss of another module with other options.
 @pytest.mark.parametrize("change", ["requires_grad", "no_grad", "autocast", "buffer"])
 def test_what_a_caller_may_change_is_another_kind(change: str) -> None:
     place = TRITON_PLACES[0]
@@ -172,7 +172,8 @@ def test_what_a_caller_may_change_is_another_kind(change: str) -> None:
         assert not loss.requires_grad and torch.equal(loss, expected[0])
     elif change == "autocast":
         weight.requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        # Operators of a play must not be cast: those of a prepared call are not.
+        with torch.autocast("cpu", torch.float16):
             loss = linear_cross_entropy(hidden, weight, targets, **options)
             loss.backward()
         assert hidden.grad is not None and torch.equal(hidden.grad, expected[1])
@@ -183,6 +184,54 @@ def test_what_a_caller_may_change_is_another_kind(change: str) -> None:
         )
         loss.backward()
         assert weight.grad is None and torch.equal(into.to(weight.dtype), expected[2])
+
+
+def nested(value: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([value, value])
+
+
+BAD: dict[str, Callable[[Tensor], Any]] = {
+    "no tensor": lambda value: value.tolist(),
+    "a module": lambda value: torch.nn.Linear(2, 2),
+    "sparse": lambda value: value.to_sparse(),
+    "nested": nested,
+    "on the meta device": lambda value: value.to("meta"),
+}
+TENSORS = (
+    *("hidden", "weight", "targets", "bias", "token_weight", "class_weight", "grad_weight_into"),
+)
+
+
+# The kind of a call is taken before its arguments are checked.
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("bad", BAD)
+def test_an_argument_without_a_kind_has_a_clear_error(name: str, bad: str) -> None:
+    hidden, weight, targets = problem(TRITON_PLACES[0])
+    arguments: dict[str, Any] = {
+        **{"hidden": hidden.requires_grad_(), "weight": weight.requires_grad_()},
+        **{"targets": targets, "bias": torch.zeros(COLUMNS), "token_weight": torch.ones(TOKENS)},
+        **{"class_weight": torch.ones(COLUMNS), "grad_weight_into": torch.zeros(weight.shape)},
+    }
+    for _ in range(3):
+        linear_cross_entropy(**arguments, backend="triton")
+    arguments[name] = BAD[bad](arguments[name].detach())
+    with pytest.raises(ValueError, match=name):
+        linear_cross_entropy(**arguments, backend="triton")
+
+
+def test_a_played_call_checks_the_weights_copy() -> None:
+    hidden, weight, targets = problem(TRITON_PLACES[0])
+    copy = quantize_weight(weight, backend="triton")
+    options: dict[str, Any] = {"backend": "triton", "logits": "screened", "filter": FILTER}
+    for _ in range(4):
+        linear_cross_entropy(hidden, weight, targets, quantized_weight=copy, **options)
+    assert recordings()
+    with pytest.raises(ValueError, match="of another tensor"):
+        linear_cross_entropy(hidden, weight.clone(), targets, quantized_weight=copy, **options)
+    weight.mul_(2)
+    with pytest.raises(ValueError, match="of earlier values"):
+        linear_cross_entropy(hidden, weight, targets, quantized_weight=copy, **options)
 
 
 def test_a_played_call_checks_its_targets() -> None:
