@@ -98,10 +98,8 @@ def quantizer_for(backend: BackendName, weight: Tensor, screen: Screen) -> Any:
 
 
 def plays(options: LossOptions, hidden: object, weight: object) -> bool:
-    """Tells whether a call is one of kernels, whose repetitions may play a recording."""
-    if options.backend == "torch" or not (
-        isinstance(hidden, Tensor) and isinstance(weight, Tensor)
-    ):
+    """Tells whether a call may go to kernels: its repetitions then play a recording."""
+    if options.backend == "torch" or not (_is_dense(hidden) and _is_dense(weight)):
         return False
     # Kernels on a CPU are the interpreter's, which a caller names.
     return hidden.is_cuda or (hidden.is_cpu and options.backend == "triton")

@@ -250,7 +250,7 @@ class LossOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Finish:
-    """The reductions that turn the autograd functions' vectors into the loss's results."""
+    """The reductions that turn vectors [N] into the results of the loss."""
 
     terms: TokenLoss
     picked: PickedTokens
@@ -266,7 +266,7 @@ class Finish:
         entropy: Tensor | None,
         plain: list[Tensor | None],
     ) -> Tensor | LossOutput:
-        """Turns the outputs of `TwoPass` into the results of the loss."""
+        """Turns vectors [N] of the tokens that count into the results of the loss."""
         loss = self.terms.per_token(nll, lse, smooth, slice(None))
         loss = self._scatter(loss) if self.options.reduction == "none" else loss.sum()
         return self.with_stats(loss, lse, entropy, plain)

@@ -227,6 +227,8 @@ def test_a_played_call_checks_the_weights_copy() -> None:
     for _ in range(4):
         linear_cross_entropy(hidden, weight, targets, quantized_weight=copy, **options)
     assert recordings()
+    with pytest.raises(ValueError, match="weight must be a dense tensor"):
+        linear_cross_entropy(hidden, weight.to_sparse(), targets, quantized_weight=copy, **options)
     with pytest.raises(ValueError, match="of another tensor"):
         linear_cross_entropy(hidden, weight.clone(), targets, quantized_weight=copy, **options)
     weight.mul_(2)
