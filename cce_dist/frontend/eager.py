@@ -101,8 +101,8 @@ def compute(
         return _in_forward(inputs, *prepare(*arguments, record=True, backward_is_next=True))
     if plays(options, inputs.hidden, weight) and not agreement.is_wanted(options):
         if isinstance(quantized_weight, QuantizedWeight):
-            # A recording compares no values and no versions.
-            quantized_weight.check_values(weight)
+            # A recording compares no versions.
+            quantized_weight.check(weight, len(quantized_weight.rows.values), options)
         with without_autocast(inputs.hidden.device.type):
             done = _forward(*arguments, needs)
     else:

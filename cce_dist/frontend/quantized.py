@@ -96,14 +96,6 @@ class QuantizedWeight:
                 f"of {weight.dtype}, got {self.rows.values.shape[0]} rows of {self.dtype}; make it "
                 "anew with quantize_weight"
             )
-        self.check_values(weight)
-
-    def check_values(self, weight: Tensor) -> None:
-        """Checks that this is a copy of the tensor `weight`, and of its present values.
-
-        Raises:
-            ValueError: it is not.
-        """
         if self.storage() is not weight.untyped_storage() or weight.data_ptr() != self.address:
             raise ValueError(
                 "quantized_weight is of another tensor than weight (under autocast each call casts "
@@ -117,7 +109,7 @@ class QuantizedWeight:
             )
 
 
-# An address and a version are values, which `check_values` compares in each call.
+# An address and a version are values, which `check` compares in each call.
 described_by[QuantizedWeight] = attrgetter("rows", "screen", "dtype")
 
 
