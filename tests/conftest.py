@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -156,6 +157,15 @@ def no_recordings() -> Iterator[None]:
     replay = sys.modules.get("cce_dist.backends.triton.launch.replay")
     if replay is not None:
         replay.forget_recordings()
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call prepares everything: a test sees the Python functions that a played call skips."""
+    with contextlib.suppress(ImportError):
+        from cce_dist.backends.triton.launch import replay
+
+        monkeypatch.setattr(replay, "MOST_KINDS", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -169,7 +169,11 @@ def test_selective_checkpointing_leaves_other_modes_alone() -> None:
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early_stop", "to_the_end"])
 @pytest.mark.parametrize(**grid(places=CPU_PLACES, options=OPTIONS))
 def test_full_checkpointing_computes_twice(
-    place: Place, options: dict[str, Any], early_stop: bool, monkeypatch: pytest.MonkeyPatch
+    place: Place,
+    options: dict[str, Any],
+    early_stop: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    prepared: None,
 ) -> None:
     """And not again for what the loss differentiates within itself."""
     tensors, calls = tensors_for(place, options), 0

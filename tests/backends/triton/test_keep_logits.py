@@ -203,7 +203,7 @@ def screened_case(place: Place, options: dict[str, Any]) -> Case:
 
 
 @pytest.fixture
-def rooms(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def rooms(monkeypatch: pytest.MonkeyPatch, prepared: None) -> list[Any]:
     """What each forward has kept."""
     found: list[Any] = []
     make = Plan.store_for

@@ -214,8 +214,12 @@ class Binaries:
 
     def join(self, fork: int) -> None: ...
 
-    def collective(self, function: Callable[..., Any], args: Any, named: Any) -> Any:
+    def call(self, function: Callable[..., Any], args: Any, named: Any) -> Any:
         return function(*args, **named)
+
+    def enter_phase(self, phase: Any) -> None: ...
+
+    def leave_phase(self) -> None: ...
 
 
 def kind_of(value: Any) -> Any:

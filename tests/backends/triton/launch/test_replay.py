@@ -7,12 +7,14 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
@@ -258,6 +260,23 @@ def test_results_of_a_played_call_can_be_written(reduction: str) -> None:
         loss *= 2.0
         grads += torch.autograd.grad(loss.sum(), leaf)
     require_same(grads[1:], grads[:1] * 3)
+
+
+# A checkpoint compares what its two forwards save, of which the first may be prepared.
+@pytest.mark.parametrize("way", ["filtered", "screened", "exact"])
+def test_the_forwards_of_a_checkpoint_save_alike(way: str) -> None:
+    hidden, weight, targets = problem(TRITON_PLACES[0])
+    options = {name: value for name, value in WAYS[way].items() if name not in ("bias", "stats")}
+    grads = []
+    for _ in range(4):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        function = partial(linear_cross_entropy, backend="triton", **options)
+        loss = checkpoint(function, *leaves, targets, use_reentrant=False)
+        assert isinstance(loss, Tensor)
+        grads.append(torch.autograd.grad(loss, leaves))
+    for each in grads[1:]:
+        require_same([*each], [*grads[0]])
+    assert recordings()
 
 
 def test_a_played_call_has_a_second_backward() -> None:
