@@ -17,11 +17,12 @@ import torch
 import triton
 from triton import knobs
 
+from cce_dist.backends.triton.launch.driver import extension
 from cce_dist.backends.triton.launch.start import can_compile_only, compile_only
 from cce_dist.backends.triton.launch.tiles import interpreted
 
 from .calls import HeadCalls
-from .launchers import launchers
+from .launchers import compiler, launchers
 from .stand_in import Device, stand_in, tensors_without_memory
 
 
@@ -82,6 +83,9 @@ def compile_ahead(calls: HeadCalls, device: Device, cache: Path | None = None) -
         tensors_without_memory(),
         compile_only(torch.device("cpu")) as compilations,
     ):
+        if compiler() is not None:
+            # Not from this process's cache.
+            extension.__wrapped__()
         calls.make()
     binaries = [Binary(*facts, _bytes_of(folder / facts[1])) for facts in compiled]
     failed = {each.name: str(each.error) for each in compilations if each.error is not None}

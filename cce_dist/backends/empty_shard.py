@@ -23,7 +23,7 @@ from cce_dist.backends.torch.backend import TorchBackend
 from cce_dist.backends.torch.forward import statistics, statistics_of_segments
 from cce_dist.backends.torch.pick import pick_on_device
 from cce_dist.backends.triton.forward.bounds import EXCHANGES
-from cce_dist.backends.triton.tokens.merge import KERNELS
+from cce_dist.backends.triton.tokens import loss, merge
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, LocalGrads, Picked, Tokens
 from cce_dist.vocab_shard import VocabShard
@@ -58,7 +58,8 @@ class EmptyShard(TorchBackend):
         in_forward_filters=True,
         narrow_logits=True,
     )
-    merge_kernels = KERNELS
+    merge_kernels = merge.KERNELS
+    loss_kernels = loss.KERNELS
     forward_of_heads = staticmethod(_nothing_of_heads)
 
     def pick(self, ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:

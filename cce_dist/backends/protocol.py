@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -213,6 +213,16 @@ class Traits:
 ForwardOfHeads = Callable[[Tokens, Head, tuple[Tokens, Head], ForwardRequest], TeacherStats]
 
 
+class LossKernels(NamedTuple):
+    """Kernels for a loss that is the sum of all tokens' negative log-likelihoods, over a divisor:
+    a number, or [1]."""
+
+    # lse [N], target logit [N], divisor -> []
+    total: Callable[[Tensor, Tensor, Tensor | float], Tensor]
+    # gradient [] by the total, lse [N], divisor -> gradient by the negative log-likelihoods [N]
+    share_gradient: Callable[[Tensor, Tensor, Tensor | float], Tensor]
+
+
 class Backend(Protocol):
     """One rank's share of the four steps. Methods communicate through their request alone."""
 
@@ -222,6 +232,11 @@ class Backend(Protocol):
     @property
     def merge_kernels(self) -> MergeKernels | None:
         """Kernels for step 2, the same on every rank; None: torch merges."""
+        ...
+
+    @property
+    def loss_kernels(self) -> LossKernels | None:
+        """Kernels for the loss, the same on every rank; None: torch computes it."""
         ...
 
     @property

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _get_current_graph_task_keep_graph
+from torch._C._autograd import (
+    _get_current_graph_task_keep_graph,
+    _top_saved_tensors_default_hooks,
+)
 
 from cce_dist.algorithm import two_pass
 from cce_dist.algorithm.autograd import InForward, no_forward_mode
@@ -22,6 +25,7 @@ from cce_dist.algorithm.saved import put_together, take_apart
 from cce_dist.algorithm.two_pass import Needs, Once, State, plain_outputs
 from cce_dist.backends.choose import plays, repeated
 from cce_dist.core.observer import observer, same_by_identity
+from cce_dist.core.records import Packed
 from cce_dist.core.types import Upstream
 from cce_dist.frontend import agreement
 from cce_dist.frontend.inputs import Inputs
@@ -83,7 +87,7 @@ class Forward(NamedTuple):
 
     results: Tensor | LossOutput
     frame: Frame | None = None
-    saved: tuple[Tensor, ...] = ()
+    saved: Packed = Packed(())
     once: Once | None = None
 
 
@@ -141,18 +145,23 @@ def forward(
         flat = hidden.reshape(-1, hidden.shape[-1])
         out = two_pass.forward(flat, inputs.weight, inputs.bias, scale, call, needs.by_steps)
         stats = out.stats
-        results = finish.result(
-            stats.lse - stats.target_logit,
-            stats.lse,
-            stats.smooth_logit,
-            stats.entropy,
-            list(plain_outputs(stats, out.tail_mass)),
-        )
+        plain = list(plain_outputs(stats, out.tail_mass))
+        kernels = call.plan.backend.loss_kernels if _sums_nll(finish.terms, options) else None
+        if kernels is None:
+            nll = stats.lse - stats.target_logit
+            results = finish.result(nll, stats.lse, stats.smooth_logit, stats.entropy, plain)
+        else:
+            loss = kernels.total(stats.lse, stats.target_logit, finish.terms.denominator)
+            results = finish.with_stats(loss, stats.lse, stats.entropy, plain)
     if out.state is None:
         return Forward(results)
     saved = Saved(out.state, finish.terms, finish.picked.counts, finish.shape)
     structure, tensors = take_apart(saved)
-    return Forward(results, Frame(structure, needs), tuple(tensors), out.once)
+    return Forward(results, Frame(structure, needs), Packed(tuple(tensors)), out.once)
+
+
+def _sums_nll(terms: TokenLoss, options: LossOptions) -> bool:
+    return terms.is_nll and options.reduction != "none"
 
 
 class Grads(NamedTuple):
@@ -167,14 +176,14 @@ def backward(
     frame: Frame,
     # hidden, weight, bias; token_weight and temperature, None if they need no gradient
     inputs: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
-    tensors: tuple[Tensor, ...],  # of `Forward.saved`
+    packed: Packed,  # `Forward.saved`
     once: Once,
     grads: Grads,
     grad_weight_into: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients by hidden, weight, bias, token_weight and temperature. Collectives: the
     loss's backward."""
-    saved: Saved = put_together(frame.saved, iter(tensors))
+    saved: Saved = put_together(frame.saved, iter(packed.unpacked()))
     hidden, weight, bias, token_weight, temperature = inputs
     state, terms, needs = saved.state, saved.terms, frame.needs
     options, rows, stats = state.call.plan.options, state.call.rows, state.stats
@@ -189,7 +198,10 @@ def backward(
     by_token_weight = by_temperature = None
     upstream, lse = Upstream(), by_token(grads.lse)
     by_loss = grads.loss if options.reduction != "none" else by_token(grads.loss)
-    if by_loss is not None:
+    kernels = state.call.plan.backend.loss_kernels if _sums_nll(terms, options) else None
+    if by_loss is not None and kernels is not None:
+        upstream = Upstream(kernels.share_gradient(by_loss, stats.lse, terms.denominator))
+    elif by_loss is not None:
         lse_and_smooth = stats.lse, stats.smooth_logit
         upstream = terms.upstream(*lse_and_smooth, grad=by_loss)
         if token_weight is not None:
@@ -237,7 +249,13 @@ class _Results(torch.autograd.Function):
         ctx.has = _has(done.results)
         token_weight = token_weight if ctx.needs_input_grad[3] else None
         temperature = temperature if ctx.needs_input_grad[4] else None
-        ctx.save_for_backward(hidden, weight, bias, token_weight, temperature, *done.saved)
+        saved = done.saved
+        if _top_saved_tensors_default_hooks(False) is not None:
+            # Checkpointing compares the number of tensors that its forwards save, and only some of
+            # them may be played.
+            saved = Packed(saved.unpacked())
+        ctx.packing = saved.packing
+        ctx.save_for_backward(hidden, weight, bias, token_weight, temperature, *saved.tensors)
         ctx.set_materialize_grads(False)
         # A view that a function returns could not be written in place.
         results = [each.detach() if each._is_view() else each for each in results]
@@ -248,7 +266,7 @@ class _Results(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None):
         tensors = ctx.saved_tensors
-        inputs, saved = tensors[:5], tensors[5:]
+        inputs, saved = tensors[:5], Packed(tensors[5:], ctx.packing)
         # A second backward over a retained graph finds no memory in `once`.
         once, buffer, ctx.once = ctx.once, ctx.buffer, Once()
         if not _get_current_graph_task_keep_graph():

@@ -159,6 +159,12 @@ class TokenLoss:
             denominator,
         )
 
+    @property
+    def is_nll(self) -> bool:
+        """Tells whether a token's loss is its nll, but for the denominator."""
+        weights = self.target_weight, self.token_weight
+        return not self.smoothing and not self.z_loss and all(x is None for x in weights)
+
     def per_token(self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice) -> Tensor:
         """Returns the losses of tokens `at`, divided so that all tokens' losses sum to the loss."""
         loss = self._of_token(nll, lse, smooth, at)

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from cce_dist import Filter, LossOptions
 from cce_dist.ahead.calls import HeadCalls
-from cce_dist.ahead.launchers import why_no_launchers
+from cce_dist.ahead.launchers import compiler, why_no_launchers
 from cce_dist.backends.triton.launch.start import can_compile_only
 from cce_dist.cli.compile import calls_of_model, calls_of_training
 from cce_dist.cli.main import app
@@ -76,6 +76,7 @@ def test_a_second_compilation_finds_all_in_the_cache(checked: tuple[dict[str, An
     # A kernel that does not fit the GPU is named.
     assert "place_kernel" in small["failed"] and "shared memory" in small["failed"]["place_kernel"]
     assert bool(list(cache.rglob("__triton_launcher*"))) == (why_no_launchers() is None)
+    assert bool(list(cache.rglob("cce_dist_batch*"))) == (compiler() is not None)
 
 
 SPLIT = HeadCalls(50257, 64, torch.float32, 256, (LossOptions(),), num_ranks=8)

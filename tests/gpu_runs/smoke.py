@@ -119,6 +119,7 @@ _TESTS: dict[str, tuple[str, ...]] = {
     "backends/test_pick_tokens.py::test_kernels_pick_what_torch_picks": ("[0.3-",),
     "doctor/test_doctor.py::test_on_a_gpu": (),
     # Ranks: the kernels of one, and on two GPUs what needs a group.
+    "backends/test_loss_kernels.py::test_the_loss_and_its_gradient": ("700",),
     "backends/test_merge_kernel.py::test_merged_as_torch_merges": (),
     "backends/test_merge_kernel.py::test_what_a_rank_sends": (),
     "algorithm/test_sharded_nccl.py::test_each_option_over_nccl": (
@@ -180,6 +181,9 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
     "frontend/test_top_k.py::test_the_kernel_orders_as_a_stable_sort": ("top_kernel",),
     "frontend/test_support.py::test_they_are_those_of_dense_logits": (
         *("pair_logits_kernel", "pair_hidden_kernel", "pair_parts_kernel", "pair_weight_kernel"),
+    ),
+    "backends/test_loss_kernels.py::test_the_loss_and_its_gradient": (
+        *("total_loss_kernel", "share_gradient_kernel"),
     ),
     "backends/test_merge_kernel.py::test_what_a_rank_sends": ("pack_stats_kernel",),
     "backends/test_merge_kernel.py::test_merged_as_torch_merges": ("merge_ranks_kernel",),

@@ -45,6 +45,7 @@ class TorchBackend:
         narrow_logits=False,
     )
     merge_kernels = None
+    loss_kernels = None
     forward_of_heads: ForwardOfHeads | None = None
 
     def pick(self, ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:

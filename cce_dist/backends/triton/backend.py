@@ -23,7 +23,7 @@ from cce_dist.backends.triton.screened.quantize import gains_by_screening, quant
 from cce_dist.backends.triton.stats import forward, statistics_of_segments
 from cce_dist.backends.triton.teacher.forward import forward_of_heads
 from cce_dist.backends.triton.teacher.top import top
-from cce_dist.backends.triton.tokens.merge import KERNELS
+from cce_dist.backends.triton.tokens import loss, merge
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.backends.triton.warm_up import warm_up
 from cce_dist.core.stats import Stats
@@ -61,7 +61,8 @@ class TritonBackend:
         in_forward_filters=True,
         narrow_logits=True,
     )
-    merge_kernels = KERNELS
+    merge_kernels = merge.KERNELS
+    loss_kernels = loss.KERNELS
 
     forward_of_heads = staticmethod(_forward_of_heads)
     keep = staticmethod(keep)

@@ -32,6 +32,7 @@ from cce_dist.backends.triton.launch.start import (
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.backends.triton.stats import forward
 from cce_dist.backends.triton.teacher.forward import forward_of_heads
+from cce_dist.backends.triton.tokens import loss
 from cce_dist.core.slower import warn_slower
 from cce_dist.core.types import Head, Tokens, Upstream
 from cce_dist.options import TOKEN_BLOCK
@@ -139,7 +140,9 @@ def _go_through(
         # The shape and alignment of the gradient, without its memory: torch refuses to write to it.
         row = head.weight.new_empty(1, head.weight.shape[1], dtype=expected.weight)
         weight = WeightGrad(row.expand(head.weight.shape), expected.accumulate)
-    upstream = Upstream(stats.lse, stats.lse if expected.of_lse else None, stats.smooth_logit)
+    loss.KERNELS.total(stats.lse, stats.target_logit, stats.lse[:1])
+    nll_grad = loss.KERNELS.share_gradient(stats.lse[0], stats.lse, stats.lse[:1])
+    upstream = Upstream(nll_grad, stats.lse if expected.of_lse else None, stats.smooth_logit)
     backward_request = BackwardRequest(
         stats=replace(stats, entropy=None),
         upstream=upstream,

@@ -1,8 +1,8 @@
-"""Launches by the CUDA driver, with parameters that lie ready in memory; zeros and waits by it.
+"""Batches of launches, zeros and waits that one call of C hands to the CUDA driver.
 
 Triton's launcher reads all arguments at every launch, which takes longer than the driver's own work
-if they are 40 to 100. A played launch has the same arguments each time, but for addresses.
-docs/design/host.md#launches.
+if they are 40 to 100. A played launch has the same arguments each time, but for addresses: they lie
+ready in memory, and batch.c fills in the addresses. docs/design/host.md#launches.
 """
 
 # Triton types a kernel's arguments as its compiler sees them.
@@ -15,6 +15,7 @@ import functools
 import struct
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 # Triton's types of numbers, as `struct` packs them.
@@ -26,6 +27,13 @@ _WITHOUT_TIMES = 2  # CU_EVENT_DISABLE_TIMING
 _INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 # Triton's launcher passes two addresses more: memory that it allocates for some kernels.
 _MOST_SCRATCH = 2
+# batch.c has the same numbers, and the same structures.
+_LAUNCH, _ZERO, _WAIT = range(3)
+_MOST_BYTES, _MOST_PARAMETERS = 4096, 512
+_FUNCTIONS = (
+    *("cuLaunchKernelEx", "cuTensorMapReplaceAddress", "cuMemsetD8Async"),
+    *("cuEventRecord", "cuStreamWaitEvent"),
+)
 
 
 class _Attribute(ctypes.Structure):
@@ -47,10 +55,31 @@ class _Config(ctypes.Structure):
     ]
 
 
-class Address(NamedTuple):
-    """An argument that differs from play to play: an address within a numbered memory."""
+class _Address(ctypes.Structure):
+    """batch.c's Address."""
 
-    number: int
+    _fields_ = [("base", ctypes.c_int32), ("at", ctypes.c_int32), ("offset", ctypes.c_int64)]
+
+
+class Step(ctypes.Structure):
+    """batch.c's Step. It keeps alive what its pointers point to."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("kind", "stream", "other", "num_parameters")),
+        *((name, ctypes.c_int32) for name in ("num_addresses", "num_descriptors")),
+        ("num_bytes", ctypes.c_int64),
+        ("function", ctypes.c_void_p),
+        ("config", ctypes.POINTER(_Config)),
+        ("bytes", ctypes.c_char_p),
+        ("starts", ctypes.POINTER(ctypes.c_int32)),
+        ("addresses", ctypes.POINTER(_Address)),
+    ]
+
+
+class Address(NamedTuple):
+    """An address that differs from play to play."""
+
+    base: int  # the number of a play's tensor
     offset: int  # bytes
 
 
@@ -65,80 +94,113 @@ class NotReady(Exception):
     """This launch is left to Triton's launcher."""
 
 
-class Ready:
-    """A launch whose parameters lie in memory, in the order of Triton's signature.
+def launch_of(
+    compiled: Any, grid: tuple[int, int, int], values: Sequence[Any], stream: int
+) -> Step:
+    """Returns the launch of a kernel, for a `Batch`.
 
     Args:
         compiled: the kernel's binary.
-        values: every argument, `Address` and `Descriptor` among them.
+        values: every argument, in the order of Triton's signature, `Address` and `Descriptor` among
+            them.
+        stream: its number among a play's streams.
     Raises:
         NotReady: the driver expects other parameters, or is older than CUDA 12.4.
     """
+    about = compiled.metadata
+    special = ("global_scratch_size", "profile_scratch_size", "launch_pdl")
+    if any(getattr(about, name, 0) for name in special) or 0 in grid:
+        raise NotReady("a kernel with memory of its own, an early start, or no programs")
+    if getattr(about, "num_ctas", 1) != 1:
+        raise NotReady("a kernel on clusters")
+    parts, moves = _parts(compiled, values)
+    starts = _starts(ctypes.c_void_p(compiled.function), [len(part) for part in parts])
+    # Triton's own addresses come last, and stay 0.
+    content = bytearray(starts[-1] + _DESCRIPTOR_BYTES)
+    if len(content) > _MOST_BYTES or len(starts) > _MOST_PARAMETERS:
+        raise NotReady(f"{len(starts)} parameters of {len(content)} bytes")
+    for part, start in zip(parts, starts, strict=False):
+        content[start : start + len(part)] = part
+    plain = [(at, to) for at, to in moves if isinstance(to, Address)]
+    of_descriptors = [(at, to.address) for at, to in moves if isinstance(to, Descriptor)]
+    addresses = [_Address(to.base, starts[at], to.offset) for at, to in (*plain, *of_descriptors)]
+    is_cooperative = bool(getattr(about, "launch_cooperative_grid", False))
+    attribute = ctypes.pointer(_Attribute(_COOPERATIVE, 0, (1,)))
+    block = (32 * about.num_warps, 1, 1)
+    config = _Config(grid, block, about.shared, None, attribute, int(is_cooperative))
+    return Step(
+        kind=_LAUNCH,
+        stream=stream,
+        num_parameters=len(starts),
+        num_addresses=len(addresses),
+        num_descriptors=len(of_descriptors),
+        num_bytes=len(content),
+        function=compiled.function,
+        config=ctypes.pointer(config),
+        bytes=bytes(content),
+        starts=(ctypes.c_int32 * len(starts))(*starts),
+        addresses=(_Address * len(addresses))(*addresses),
+    )
 
-    def __init__(self, compiled: Any, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
-        about = compiled.metadata
-        special = ("global_scratch_size", "profile_scratch_size", "launch_pdl")
-        if any(getattr(about, name, 0) for name in special) or 0 in grid:
-            raise NotReady("a kernel with memory of its own, an early start, or no programs")
-        if getattr(about, "num_ctas", 1) != 1:
-            raise NotReady("a kernel on clusters")
-        self._lock = threading.Lock()
-        self._function = ctypes.c_void_p(compiled.function)
-        self._start = _driver().cuLaunchKernelEx
-        attribute = _Attribute(_COOPERATIVE, 0, (1,))
-        is_cooperative = bool(getattr(about, "launch_cooperative_grid", False))
-        block = (32 * about.num_warps, 1, 1)
-        self._config = _Config(
-            grid, block, about.shared, None, ctypes.pointer(attribute), int(is_cooperative)
-        )
-        self._config_at = ctypes.byref(self._config)
-        parts, moves = _parts(compiled, values)
-        starts = _starts(self._function, [len(part) for part in parts])
-        size = starts[-1] + _DESCRIPTOR_BYTES
-        memory = ctypes.create_string_buffer(size + _DESCRIPTOR_BYTES)
-        # A descriptor lies at a multiple of 64 bytes.
-        first = -(-ctypes.addressof(memory) // _DESCRIPTOR_BYTES) * _DESCRIPTOR_BYTES
-        for part, start in zip(parts, starts, strict=False):
-            ctypes.memmove(first + start, part, len(part))
-        self._memory = memory, attribute
-        self._parameters = (ctypes.c_void_p * len(starts))(*[first + start for start in starts])
-        words = (ctypes.c_uint64 * (size // _ADDRESS_BYTES)).from_address(first)
-        self._words = words
-        self._addresses: list[tuple[int, int, int]] = []
-        self._descriptors: list[tuple[ctypes.c_void_p, int, int]] = []
-        for at, move in moves:
-            if isinstance(move, Address):
-                self._addresses.append((starts[at] // _ADDRESS_BYTES, move.number, move.offset))
-            else:
-                place, (number, offset) = ctypes.c_void_p(first + starts[at]), move.address
-                self._descriptors.append((place, number, offset))
-        self._bases = [-1] * len(self._descriptors)
 
-    def start(self, addresses: Sequence[int], stream: int) -> bool:
-        """Starts the kernel on a stream; returns False if another thread is just starting it.
+def zero_of(address: Address, num_bytes: int, stream: int) -> Step:
+    """Returns zeros in a memory, for a `Batch`."""
+    place = (_Address * 1)(_Address(address.base, 0, address.offset))
+    return Step(kind=_ZERO, stream=stream, num_bytes=num_bytes, addresses=place)
 
-        Args: addresses: of all memories of the play.
+
+def wait_of(stream: int, other: int) -> Step:
+    """Returns a stream's wait for the work of another one so far, for a `Batch`."""
+    return Step(kind=_WAIT, stream=stream, other=other)
+
+
+class Batch:
+    """Steps that one call hands to the driver.
+
+    Args: steps: of `launch_of`, `zero_of` and `wait_of`.
+    """
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps, self._keeps = (Step * len(steps))(*steps), steps
+        self._at = ctypes.addressof(self._steps)
+
+    def run(self, device: int, addresses: int, streams: int) -> None:
+        """Runs the steps on the current device.
+
+        Args:
+            device: its number.
+            addresses: where the addresses of the play's tensors are, 8 bytes each.
+            streams: where the streams' handles are, 8 bytes each.
         Raises:
             RuntimeError: the driver reports an error, which may be an earlier kernel's.
         """
-        words, bases = self._words, self._bases
-        # Both threads would write their addresses to one place.
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            for at, number, offset in self._addresses:
-                words[at] = addresses[number] + offset
-            for i, (place, number, offset) in enumerate(self._descriptors):
-                base = addresses[number] + offset
-                if base != bases[i]:
-                    bases[i] = -1
-                    _check(_driver().cuTensorMapReplaceAddress(place, ctypes.c_void_p(base)))
-                    bases[i] = base
-            self._config.stream = stream
-            _check(self._start(self._config_at, self._function, self._parameters, None))
-        finally:
-            self._lock.release()
-        return True
+        event = _events.of(device).handle.value
+        count = len(self._steps)
+        _check(extension().run(_table(), self._at, count, addresses, streams, event))
+
+
+@functools.cache
+def extension() -> Any:
+    """Returns batch.c as a module. Triton compiles it, and keeps it in its cache."""
+    from triton.backends import nvidia
+    from triton.runtime.build import compile_module_from_src
+
+    here = Path(__file__)
+    include = str(Path(str(nvidia.__file__)).with_name("include"))
+    text = here.with_name("batch.c").read_text()
+    return compile_module_from_src(src=text, name="cce_dist_batch", include_dirs=[include])
+
+
+_tables: list[Any] = []  # they must outlive every call
+
+
+@functools.cache
+def _table() -> int:
+    """Returns the address of batch.c's Driver."""
+    functions = [getattr(_driver(), name) for name in _FUNCTIONS]
+    at = [ctypes.cast(function, ctypes.c_void_p).value for function in functions]
+    _tables.append((ctypes.c_void_p * len(at))(*at))
+    return ctypes.addressof(_tables[-1])
 
 
 def enter_context(device: int) -> None:
@@ -149,12 +211,6 @@ def enter_context(device: int) -> None:
     if not context.value:
         _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
         _check(driver.cuCtxSetCurrent(context))
-
-
-def zero(address: int, num_bytes: int, stream: int) -> None:
-    """Fills memory with zeros, on a stream."""
-    size, on = ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream)
-    _check(_driver().cuMemsetD8Async(ctypes.c_uint64(address), ctypes.c_ubyte(0), size, on))
 
 
 class _Event:
@@ -172,20 +228,16 @@ class _Events(threading.local):
     """This thread's event of each device."""
 
     def __init__(self) -> None:
-        self.by_device: dict[int, _Event] = {}
+        self._by_device: dict[int, _Event] = {}
+
+    def of(self, device: int) -> _Event:
+        event = self._by_device.get(device)
+        if event is None:
+            event = self._by_device[device] = _Event()
+        return event
 
 
 _events = _Events()
-
-
-def wait(device: int, stream: int, other: int) -> None:
-    """Makes a stream wait for the work of another one so far."""
-    event = _events.by_device.get(device)
-    if event is None:
-        event = _events.by_device[device] = _Event()
-    # The event may be recorded again as soon as the stream's wait is in order.
-    _check(_driver().cuEventRecord(event.handle, ctypes.c_void_p(other)))
-    _check(_driver().cuStreamWaitEvent(ctypes.c_void_p(stream), event.handle, 0))
 
 
 def _parts(

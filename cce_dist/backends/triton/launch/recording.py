@@ -11,7 +11,7 @@ which costs a fraction of the time in which the call itself prepares them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,18 +20,16 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from cce_dist.backends.triton.launch.arrange import arranged
+from cce_dist.backends.triton.launch.memory import Layout, Memory, Place
 from cce_dist.backends.triton.launch.steps import (
-    Allocation,
-    Fork,
-    Join,
     Launch,
     Operator,
-    Place,
-    Pool,
+    Pack,
     Record,
     Recording,
-    Release,
     Step,
+    Wait,
     Whole,
     Zero,
     has_place,
@@ -39,7 +37,7 @@ from cce_dist.backends.triton.launch.steps import (
 )
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.observer import Arguments, observer
-from cce_dist.core.records import names_of
+from cce_dist.core.records import Packed, names_of
 
 aten = torch.ops.aten
 _ALLOCATIONS = {
@@ -52,20 +50,6 @@ _ALLOCATIONS = {
 _ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
 # Operators for which the host waits: they return a number, or a shape that depends on values.
 _WAIT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# Smaller tensors share one allocation.
-LARGE = 2**20
-ALIGNMENT = 512
-
-
-@dataclass
-class _Memory:
-    """The memory of one storage during the recording."""
-
-    born: int  # the number of the step that needs it first
-    num_bytes: int
-    allocation: Allocation | None = None  # None: an input, or an operator's result
-    last_use: int = -1
-    zeroed_by: int | None = None  # the step that fills all of it with zeros
 
 
 class Unrecordable(Exception):
@@ -96,19 +80,22 @@ class Recorder:
 
     inputs: Sequence[Tensor]
     steps: list[Step] = field(default_factory=list)
-    memory: list[_Memory] = field(default_factory=list)
+    memories: list[Memory] = field(default_factory=list)  # inputs first
     flaw: str | None = None  # why there is no recording; None: there is one so far
-    _number_of: dict[int, int] = field(default_factory=dict)  # of a storage's memory
+    _memory_of: dict[int, Memory] = field(default_factory=dict)  # a storage's
     # While these exist, no new storage has the identity of one that was freed.
     _identities: list[StorageWeakRef] = field(default_factory=list)
-    _side: int | None = None
+    _stream: int = 0  # 0 the calling one, n + 1 that of fork n
     _phases: list[Any] = field(default_factory=list)  # those that the call is in
-    _side_uses: dict[int, set[int]] = field(default_factory=dict)
+    _forks: list[bool] = field(default_factory=list)  # `first` of each
+    _side_uses: list[list[Memory]] = field(default_factory=list)  # of each fork
+    _packs: list[Pack] = field(default_factory=list)  # of the result
+    _plain: set[Memory] = field(default_factory=set)  # of the result, but for its packs
 
     def __post_init__(self) -> None:
         ends: list[tuple[int, int, int]] = []
         for tensor in self.inputs:
-            self.memory.append(_Memory(0, 0))
+            self.memories.append(Memory(len(ends)))
             ends.append((tensor.untyped_storage()._cdata, *_extent(tensor)))
         self._extents = ends
         for number, (storage, start, stop) in enumerate(ends):
@@ -124,40 +111,40 @@ class Recorder:
             Unrecordable: the memory is neither an input's nor one that the call has made.
         """
         storage, pointer = tensor.untyped_storage()._cdata, tensor.data_ptr()
-        known = self._number_of.get(storage)
+        known = self._memory_of.get(storage)
         if known is None:
             for number, (of, start, stop) in enumerate(self._extents):
                 if of == storage and start <= pointer < stop:
-                    known, offset = number, pointer - start
+                    known, offset = self.memories[number], pointer - start
                     break
             else:
                 raise Unrecordable("a kernel takes a tensor of an earlier call")
         else:
             offset = tensor.storage_offset() * tensor.element_size()
         self._use(known)
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        return Place(known, offset, shape, stride, tensor.dtype)
+        return Place(known, offset, _layout_of(tensor))
 
-    def _use(self, number: int) -> None:
-        self.memory[number].last_use = len(self.steps)
-        if self._side is not None:
-            self._side_uses[self._side].add(number)
+    def _use(self, memory: Memory) -> None:
+        memory.last_use = len(self.steps)
+        if self._stream:
+            self._side_uses[self._stream - 1].append(memory)
 
-    def _add(self, tensor: Tensor, allocate: bool) -> int:
-        """Adds the memory of a new tensor, and returns its number."""
+    def _add(self, tensor: Tensor, allocate: bool) -> Memory:
+        """Adds the memory of a new tensor."""
         if tensor.device != self.inputs[0].device:
             raise Unrecordable(f"the call has memory on {tensor.device}, too")
-        storage, number, now = tensor.untyped_storage(), len(self.memory), len(self.steps)
+        storage, now = tensor.untyped_storage(), len(self.steps)
         self._identities.append(StorageWeakRef(storage))
-        self._number_of[storage._cdata] = number
-        num_bytes, allocation = storage.nbytes(), None
+        num_bytes, layout = storage.nbytes(), None
         if allocate:
-            whole = tensor.is_contiguous() and tensor.nbytes == num_bytes
-            shape = tuple(tensor.shape) if whole else (num_bytes // tensor.element_size(),)
-            stride = tensor.stride() if whole else (1,)
-            allocation = Allocation(number, shape, stride, tensor.dtype)
-        self.memory.append(_Memory(now, num_bytes, allocation, now))
-        return number
+            layout = _layout_of(tensor)
+            if not tensor.is_contiguous() or tensor.nbytes != num_bytes:
+                layout = Layout((num_bytes // tensor.element_size(),), (1,), tensor.dtype)
+        new = self._memory_of[storage._cdata] = Memory(
+            len(self.memories), 0, now, num_bytes, now, layout
+        )
+        self.memories.append(new)
+        return new
 
     @_noted
     def launch(
@@ -189,7 +176,14 @@ class Recorder:
                 values[at] = None
         self.steps.append(
             Launch(
-                kernel, compiled, (*grid, 1, 1)[:3], values, names, places, descriptors, self._side
+                kernel,
+                compiled,
+                (*grid, 1, 1)[:3],
+                values,
+                names,
+                places,
+                descriptors,
+                self._stream,
             )
         )
 
@@ -212,22 +206,24 @@ class Recorder:
         if results and not new and not function._schema.is_mutable:
             return
         if function is aten.zero_.default and args[0].is_contiguous():
-            self.steps.append(Zero(self.place_of(args[0]), self._side))
+            self.steps.append(Zero(self.place_of(args[0]), self._stream))
             return
         args, named = self._with_places(args), self._with_places(named)
         if any(tensor.storage_offset() for _, tensor in new):
             raise Unrecordable(f"{function} returns a part of its memory")
         makes = [(at, self._add(tensor, allocate=False)) for at, tensor in new]
         if function in _ZEROS:
-            self.memory[makes[0][1]].zeroed_by = len(self.steps)
+            makes[0][1].zeroed_by = len(self.steps)
         single = isinstance(result, Tensor)
-        self.steps.append(Operator(function, args, named, makes, single, self._side))
+        self.steps.append(Operator(function, args, named, makes, single, self._stream))
 
     def _with_places(self, value: Any, place_of: Callable[[Tensor], Any] | None = None) -> Any:
         """Returns a value with places for its tensors. A record without any stays as it is."""
         place_of, kind = place_of or self.place_of, type(value)
         if isinstance(value, Tensor):
             return place_of(value)
+        if kind is Packed and place_of == self._place_of_result:
+            return self._pack(value)
         names = names_of(kind)
         if names is not None:
             parts = [self._with_places(getattr(value, name), place_of) for name in names]
@@ -242,19 +238,20 @@ class Recorder:
     def fork(self, first: bool) -> int:
         """Records that a side stream waits for the current one. Returns the fork's number, in which
         launches are until `end_fork`."""
-        self._side = len(self._side_uses)
-        self._side_uses[self._side] = set()
-        self.steps.append(Fork(self._side, first))
-        return self._side
+        self._forks.append(first)
+        self._side_uses.append([])
+        self._stream = len(self._forks)
+        self.steps.append(Wait(self._stream, 0))
+        return self._stream - 1
 
     def end_fork(self) -> None:
-        self._side = None
+        self._stream = 0
 
     def join(self, fork: int) -> None:
         """Records that the current stream waits for a side stream."""
-        for number in self._side_uses[fork]:
-            self._use(number)
-        self.steps.append(Join(fork))
+        for memory in self._side_uses[fork]:
+            self._use(memory)
+        self.steps.append(Wait(0, fork + 1))
 
     def call(self, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Calls a collective that writes to its arguments, or a check, and records the call."""
@@ -284,10 +281,11 @@ class Recorder:
             # A play reports the phase in which it waits for other ranks.
             function = self._phases[-1](function)
         places = self._with_places(args), self._with_places(named)
-        self.steps.append(Operator(function, *places, [], True, self._side))
+        self.steps.append(Operator(function, *places, [], True, self._stream))
 
-    def finish(self, result: Any) -> Recording:
-        """Returns the recording of a call with this result.
+    def finish(self, result: Any) -> tuple[Recording, Any]:
+        """Returns the recording of a call with this result; and the result, packed as those of
+        the recording's plays are.
 
         Raises:
             Unrecordable: a recording cannot repeat the call.
@@ -295,69 +293,38 @@ class Recorder:
         if self.flaw is not None:
             raise Unrecordable(self.flaw)
         outputs = self._with_places(result, self._place_of_result)
-        last = len(self.steps)
-        returned = {number for number, memory in enumerate(self.memory) if memory.last_use == last}
-        pool = self._pool(returned)
-        return Recording(
+        steps, num_bases = arranged(self.steps, self.memories, self._packs, self._plain)
+        recording = Recording(
             device=self.inputs[0].device,
-            num_memories=len(self.memory),
-            steps=self._with_memory(pool, returned),
-            pool=pool,
+            num_new=num_bases - len(self.inputs),
+            forks=self._forks,
+            steps=steps,
             result=outputs,
         )
+        return recording, _packed(result, iter(self._packs))
+
+    def _pack(self, packed: Packed) -> Pack:
+        self._packs.append(Pack([self.place_of(tensor) for tensor in packed.unpacked()]))
+        return self._packs[-1]
 
     def _place_of_result(self, tensor: Tensor) -> Place | Whole:
         place = self.place_of(tensor)
-        as_allocated = Allocation(place.number, place.shape, place.stride, place.dtype)
-        is_whole = not place.offset and self.memory[place.number].allocation == as_allocated
-        return Whole(place.number) if is_whole else place
+        self._plain.add(place.memory)
+        is_whole = not place.offset and place.memory.layout == place.layout
+        return Whole(place.memory.base) if is_whole else place
 
-    def _pool(self, returned: set[int]) -> Pool:
-        """Places small memories in one allocation: first zeros, then memories that share room with
-        others which are not in use at the same time."""
-        offsets: list[tuple[int, int]] = []
-        end = 0
-        small = [
-            (number, memory)
-            for number, memory in enumerate(self.memory)
-            if number not in returned and memory.num_bytes < LARGE
-        ]
-        for number, memory in small:
-            if memory.zeroed_by is not None:
-                offsets.append((number, end))
-                end += _aligned(memory.num_bytes)
-        zero_bytes = end
-        placed: list[tuple[int, _Memory]] = []
-        shared = [each for each in small if each[1].allocation is not None]
-        for number, memory in sorted(shared, key=lambda each: -each[1].num_bytes):
-            offset = zero_bytes
-            for start, other in sorted(placed, key=lambda each: each[0]):
-                apart = other.last_use < memory.born or memory.last_use < other.born
-                if not apart and offset + memory.num_bytes > start:
-                    offset = max(offset, start + _aligned(other.num_bytes))
-            placed.append((offset, memory))
-            offsets.append((number, offset))
-            end = max(end, offset + _aligned(memory.num_bytes))
-        return Pool(end, zero_bytes, offsets)
 
-    def _with_memory(self, pool: Pool, returned: set[int]) -> list[Step]:
-        """Returns the steps, with allocations of large memories and their release between them,
-        and without those that fill the pool's zeros."""
-        in_pool = {number for number, _ in pool.offsets}
-        done = {self.memory[number].zeroed_by for number in in_pool}
-        before: dict[int, list[Step]] = {}
-        after: dict[int, list[int]] = {}
-        for number, memory in enumerate(self.memory):
-            if memory.allocation is not None and number not in in_pool:
-                before.setdefault(memory.born, []).append(memory.allocation)
-            if number not in returned and number not in in_pool:
-                after.setdefault(memory.last_use, []).append(number)
-        steps: list[Step] = []
-        for at, step in enumerate([*self.steps, None]):
-            steps += before.get(at, [])
-            steps += [] if step is None or at in done else [step]
-            steps += [Release(after[at])] if at in after else []
-        return steps
+def _packed(result: Any, packs: Iterator[Pack]) -> Any:
+    if isinstance(result, Packed):
+        packing = next(packs).packing
+        return result if packing is None else packing.pack(result.unpacked())
+    if isinstance(result, tuple) and names_of(type(result)) is not None:
+        return type(result)(*(_packed(each, packs) for each in result))
+    return result
+
+
+def _layout_of(tensor: Tensor) -> Layout:
+    return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 class Watch(TorchDispatchMode):
@@ -384,10 +351,6 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, tuple | list):
         return [tensor for each in value for tensor in _tensors(each)]
     return []
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

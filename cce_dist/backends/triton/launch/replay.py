@@ -97,7 +97,8 @@ class Replayed:
         with _recording(new):
             result = self.function(*args)
         try:
-            self._remember(key, new.finish(result))
+            recording, result = new.finish(result)
+            self._remember(key, recording)
         except Unrecordable:
             self._remember(key, _Kind.UNRECORDABLE)
         return result

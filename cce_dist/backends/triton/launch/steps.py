@@ -5,103 +5,58 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import triton
 from torch import Tensor
 
 from cce_dist.backends.triton.launch import driver
-from cce_dist.backends.triton.launch.driver import Address, Descriptor, NotReady, Ready
+from cce_dist.backends.triton.launch.driver import Address, Descriptor, NotReady
+from cce_dist.backends.triton.launch.memory import Layout, Memory, Place
+from cce_dist.core.records import Packed, Packing
 from cce_dist.core.streams import on_device, side_stream
 
 
-class Place(NamedTuple):
-    """A tensor within a numbered memory of the recording."""
-
-    number: int
-    offset: int  # bytes
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Whole(NamedTuple):
-    """A tensor that is all of a memory, as it is allocated."""
-
-    number: int
-
-
-class Record(NamedTuple):
-    """A dataclass or named tuple of the result, its tensors replaced by their places."""
-
-    kind: type
-    names: tuple[str, ...]
-    parts: list[Any]
-
-    def filled(self, play: Play) -> Any:
-        parts = [_result(part, play) for part in self.parts]
-        if issubclass(self.kind, tuple):
-            return self.kind(*parts)
-        record = object.__new__(self.kind)
-        for name, part in zip(self.names, parts, strict=True):
-            object.__setattr__(record, name, part)
-        return record
-
-
-class Pool(NamedTuple):
-    """One allocation for all small memories."""
-
-    num_bytes: int  # a multiple of every dtype's size
-    zero_bytes: int  # zeros at its start
-    offsets: list[tuple[int, int]]  # memory, and its bytes from the start
-
-
 class Play:
-    """One repetition: the addresses of its memories, and the tensors that hold them."""
+    """One repetition: its tensors, their addresses, and its streams."""
 
-    def __init__(self, device: torch.device, num_memories: int, pool: Pool) -> None:
-        self.device = device
-        self.addresses = [0] * num_memories
-        self.pool = torch.empty(pool.num_bytes, dtype=torch.uint8, device=device)
-        start = self.pool.data_ptr()
-        for number, offset in pool.offsets:
-            self.addresses[number] = start + offset
-        self.bases: list[Tensor | None] = [None] * num_memories
-        self.sides: dict[int, Any] = {}
-        self.stream = self.hooks = None
-        if device.type == "cuda":
+    def __init__(self, recording: Recording, inputs: list[Tensor]) -> None:
+        self.device = recording.device
+        self.bases: list[Tensor | None] = [*inputs, *([None] * recording.num_new)]
+        self.addresses = (ctypes.c_uint64 * len(self.bases))(*(x.data_ptr() for x in inputs))
+        self.sides: list[Any] = []
+        self.hooks = None
+        # The calling stream first; none on a CPU.
+        self.streams = (ctypes.c_uint64 * (1 + len(recording.forks)))()
+        self.on_gpu = self.device.type == "cuda"
+        if self.on_gpu:
             # A stream's object costs as much as a launch, and only side streams need it.
-            self.stream = torch._C._cuda_getCurrentRawStream(device.index)
+            caller = torch._C._cuda_getCurrentRawStream(self.device.index)
+            self.sides = [side_stream(self.device, caller, first) for first in recording.forks]
+            self.streams[:] = [caller, *(side.cuda_stream for side in self.sides)]
             self.hooks = _hooks()
-            driver.enter_context(device.index)
-            if pool.zero_bytes:
-                driver.zero(start, pool.zero_bytes, self.stream)
-        elif pool.zero_bytes:
-            self.pool[: pool.zero_bytes].zero_()
-
-    def stream_of(self, side: int | None) -> int | None:
-        """Returns the handle of the caller's stream, or of a side stream; None: not on a GPU."""
-        if side is None or self.stream is None:
-            return self.stream
-        return self.sides[side].cuda_stream
+            driver.enter_context(self.device.index)
 
     def tensor(self, place: Place) -> Tensor:
-        number, offset, shape, stride, dtype = place
-        base = self.bases[number]
-        if base is None:
-            base, offset = self.pool, offset + self.addresses[number] - self.pool.data_ptr()
+        (memory, offset, (shape, stride, dtype)) = place
+        base = self.bases[memory.base]
+        assert base is not None
         if base.dtype != dtype:
             # Flat, a memory has any dtype; an input keeps its strides.
             base = (base.flatten() if base.is_contiguous() else base).view(dtype)
         # An input may begin anywhere in its storage; addresses are relative to it.
-        start = base.storage_offset() + offset // dtype.itemsize
+        start = base.storage_offset() + (memory.start + offset) // dtype.itemsize
         if base.shape == shape and base.stride() == stride and base.storage_offset() == start:
             return base
         return base.as_strided(shape, stride, start)
+
+    def address(self, place: Place) -> int:
+        return self.addresses[place.memory.base] + place.memory.start + place.offset
 
 
 class Step(Protocol):
@@ -109,26 +64,25 @@ class Step(Protocol):
 
 
 class Allocation(NamedTuple):
-    """An allocation of one memory."""
+    """An allocation of one tensor of the play."""
 
-    number: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    base: int
+    layout: Layout
 
     def run(self, play: Play) -> None:
+        shape, stride, dtype = self.layout
         # torch.empty takes half as long again.
-        new = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=play.device)
-        play.bases[self.number], play.addresses[self.number] = new, new.data_ptr()
+        new = torch.empty_strided(shape, stride, dtype=dtype, device=play.device)
+        play.bases[self.base], play.addresses[self.base] = new, new.data_ptr()
 
 
 class Release(NamedTuple):
-    """The end of memories that no later step uses."""
+    """The end of tensors that no later step uses."""
 
-    numbers: list[int]
+    bases: list[int]
 
     def run(self, play: Play) -> None:
-        for number in self.numbers:
+        for number in self.bases:
             play.bases[number] = None
 
 
@@ -140,6 +94,7 @@ class Launch:
         values: every parameter's value, where the kernel is compiled; else the arguments, the named
             ones last. Tensors and descriptors are filled in.
         names: of the named arguments.
+        stream: 0 the calling one, n + 1 that of fork n.
     """
 
     def __init__(
@@ -151,67 +106,56 @@ class Launch:
         names: tuple[str, ...],
         places: Sequence[tuple[int, Place]],
         descriptors: Sequence[tuple[int, type, dict[str, Any], Place]],
-        side: int | None,
+        stream: int,
     ) -> None:
-        self.kernel, self.compiled, self.grid, self.side = kernel, compiled, grid, side
-        self.names = names
-        # As `CompiledKernel.run` takes them: grid, stream, binary, hooks, values.
-        binary = () if compiled is None else (compiled.function, compiled.packed_metadata)
-        head = [] if compiled is None else [*grid, None, *binary, None, None, None]
-        self.args = [*head, *values]
-        self.first = len(head)
-        self.places = [(self.first + at, place) for at, place in places]
-        self.pointers = [(at, place.number, place.offset) for at, place in self.places]
-        self.descriptors = [(self.first + at, *about) for at, *about in descriptors]
-        # None: no play yet; False: the driver cannot start this launch by itself.
-        self.ready: Ready | Literal[False] | None = None
+        self.kernel, self.compiled, self.grid, self.stream = kernel, compiled, grid, stream
+        self.values, self.names = values, names
+        self.places, self.descriptors = places, descriptors
 
     def run(self, play: Play) -> None:
+        """Starts the kernel by Triton."""
+        values = self.values.copy()
         if self.compiled is None:
-            self._interpret(play)
+            self._interpret(play, values)
             return
-        if play.hooks is None and self.ready is not False:
-            ready = self.ready
-            if ready is None:
-                ready = self.ready = self._prepare(play)
-            if ready and ready.start(play.addresses, play.stream_of(self.side)):
-                return
-        args, addresses = self.args.copy(), play.addresses
-        for at, number, offset in self.pointers:
-            args[at] = addresses[number] + offset
-        for at, kind, state, place in self.descriptors:
-            args[at] = _descriptor(kind, state, _Address(addresses[place.number] + place.offset))
-        args[3] = stream = play.stream_of(self.side)
-        if play.hooks is not None:
-            values = args[self.first :]
-            args[6:9] = self.compiled.launch_metadata(self.grid, stream, *values), *play.hooks
-        self.compiled.run(*args)
-
-    def _prepare(self, play: Play) -> Ready | Literal[False]:
-        values = self.args[self.first :]
-        for at, number, offset in self.pointers:
-            values[at - self.first] = Address(number, offset)
-        for at, kind, state, place in self.descriptors:
-            number, offset = place.number, place.offset
-            base = _Address(play.addresses[number] + offset)
-            descriptor = _descriptor(kind, state, base)
-            values[at - self.first] = Descriptor(Address(number, offset), descriptor)
-        try:
-            return Ready(self.compiled, self.grid, values)
-        except NotReady:
-            return False
-
-    def _interpret(self, play: Play) -> None:
-        args = self.args.copy()
         for at, place in self.places:
-            args[at] = play.tensor(place)
+            values[at] = play.address(place)
         for at, kind, state, place in self.descriptors:
-            args[at] = _descriptor(kind, state, play.tensor(place))
-        first = len(args) - len(self.names)
-        self.kernel[self.grid](*args[:first], **dict(zip(self.names, args[first:], strict=True)))
+            values[at] = _descriptor(kind, state, _Base(play.address(place)))
+        stream, compiled = play.streams[self.stream], self.compiled
+        hooks: tuple[Any, ...] = (None, None, None)
+        if play.hooks is not None:
+            hooks = compiled.launch_metadata(self.grid, stream, *values), *play.hooks
+        # As Triton takes them: grid, stream, binary, hooks, values.
+        binary = compiled.function, compiled.packed_metadata
+        compiled.run(*self.grid, stream, *binary, *hooks, *values)
+
+    def by_driver(self, play: Play) -> driver.Step:
+        """Raises: NotReady: only Triton can start this kernel."""
+        values = self.values.copy()
+        for at, place in self.places:
+            values[at] = _address(place)
+        for at, kind, state, place in self.descriptors:
+            descriptor = _descriptor(kind, state, _Base(play.address(place)))
+            values[at] = Descriptor(_address(place), descriptor)
+        return driver.launch_of(self.compiled, self.grid, values, self.stream)
+
+    def _interpret(self, play: Play, values: list[Any]) -> None:
+        for at, place in self.places:
+            values[at] = play.tensor(place)
+        for at, kind, state, place in self.descriptors:
+            values[at] = _descriptor(kind, state, play.tensor(place))
+        first = len(values) - len(self.names)
+        self.kernel[self.grid](
+            *values[:first], **dict(zip(self.names, values[first:], strict=True))
+        )
 
 
-class _Address:
+def _address(place: Place) -> Address:
+    return Address(place.memory.base, place.memory.start + place.offset)
+
+
+class _Base:
     """An address, for a descriptor that asks its tensor for it."""
 
     __slots__ = ("address",)
@@ -244,16 +188,35 @@ class Zero(NamedTuple):
     """Zeros in all of a contiguous tensor."""
 
     place: Place
-    side: int | None
+    stream: int
 
     def run(self, play: Play) -> None:
-        number, offset, shape, _, dtype = self.place
-        stream = play.stream_of(self.side)
-        if stream is None:
+        if not self.stream or not play.on_gpu:
             play.tensor(self.place).zero_()
-        else:
-            num_bytes = math.prod(shape) * dtype.itemsize
-            driver.zero(play.addresses[number] + offset, num_bytes, stream)
+            return
+        with torch.cuda.stream(play.sides[self.stream - 1]):
+            play.tensor(self.place).zero_()
+
+    def by_driver(self, play: Play) -> driver.Step:
+        shape, _, dtype = self.place.layout
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return driver.zero_of(_address(self.place), num_bytes, self.stream)
+
+
+class Wait(NamedTuple):
+    """A stream waits for the work of another one so far."""
+
+    stream: int
+    other: int
+
+    def run(self, play: Play) -> None:
+        if play.on_gpu:
+            caller = torch.cuda.current_stream(play.device)
+            streams = [caller, *play.sides]
+            streams[self.stream].wait_stream(streams[self.other])
+
+    def by_driver(self, play: Play) -> driver.Step:
+        return driver.wait_of(self.stream, self.other)
 
 
 class Operator:
@@ -264,59 +227,116 @@ class Operator:
         function: Any,
         args: tuple[Any, ...],
         named: dict[str, Any],
-        makes: list[tuple[int, int]],  # the place of a result, and the number of its memory
+        makes: list[tuple[int, Memory]],  # the place of a result, and its memory
         single: bool,  # it returns one tensor, and no tuple
-        side: int | None,
+        stream: int,
     ) -> None:
         self.function, self.args, self.named = function, args, named
-        self.makes, self.single, self.side = makes, single, side
+        self.makes, self.single, self.stream = makes, single, stream
 
     def run(self, play: Play) -> None:
-        if self.side is None or play.stream is None:
+        if not self.stream or not play.on_gpu:
             self._run(play)
             return
-        with torch.cuda.stream(play.sides[self.side]):
+        with torch.cuda.stream(play.sides[self.stream - 1]):
             self._run(play)
 
     def _run(self, play: Play) -> None:
         args = [_filled(value, play) for value in self.args]
         named = {name: _filled(value, play) for name, value in self.named.items()}
         result = self.function(*args, **named)
-        for at, number in self.makes:
-            base = play.bases[number] = result if self.single else result[at]
-            play.addresses[number] = base.data_ptr()
+        for at, memory in self.makes:
+            new = play.bases[memory.base] = result if self.single else result[at]
+            play.addresses[memory.base] = new.data_ptr()
+
+
+class Steps:
+    """Launches, zeros and waits, without a step of another kind between them."""
+
+    def __init__(self, steps: list[Launch | Zero | Wait]) -> None:
+        self.steps = steps
+        # Runs of steps that go to the driver at once, and launches that only Triton can start.
+        self.by_driver: Sequence[driver.Batch | Launch | Zero | Wait] | None = None
+
+    def run(self, play: Play) -> None:
+        if not play.on_gpu or play.hooks is not None:
+            for step in self.steps:
+                step.run(play)
+            return
+        if self.by_driver is None:
+            self.by_driver = self._batches(play)
+        for part in self.by_driver:
+            if isinstance(part, driver.Batch):
+                addresses = ctypes.addressof(play.addresses), ctypes.addressof(play.streams)
+                part.run(play.device.index, *addresses)
+            else:
+                part.run(play)
+
+    def _batches(self, play: Play) -> list[driver.Batch | Launch]:
+        parts: list[driver.Batch | Launch] = []
+        batch: list[driver.Step] = []
+        for step in self.steps:
+            try:
+                batch.append(step.by_driver(play))
+            except NotReady:
+                assert isinstance(step, Launch)
+                parts += [driver.Batch(batch), step] if batch else [step]
+                batch = []
+        return [*parts, driver.Batch(batch)] if batch else parts
+
+
+class Record(NamedTuple):
+    """A dataclass or named tuple, its tensors replaced by their places."""
+
+    kind: type
+    names: tuple[str, ...]
+    parts: list[Any]
+
+    def filled(self, play: Play) -> Any:
+        parts = [_filled(part, play) for part in self.parts]
+        if issubclass(self.kind, tuple):
+            return self.kind(*parts)
+        record = object.__new__(self.kind)
+        for name, part in zip(self.names, parts, strict=True):
+            object.__setattr__(record, name, part)
+        return record
+
+
+class Whole(NamedTuple):
+    """A tensor of the play as it was allocated."""
+
+    base: int
+
+
+@dataclass(eq=False)
+class Pack:
+    """The places of a `Packed` of the result."""
+
+    places: list[Place]
+    packing: Packing | None = None  # None: all tensors are apart
+    base: int = -1  # the number of its allocation
+
+    def filled(self, play: Play) -> Packed:
+        apart = [x for x in self.places if x.memory.base != self.base]
+        tensors = [play.tensor(place) for place in apart]
+        if self.packing is not None:
+            memory = play.bases[self.base]
+            assert memory is not None
+            tensors = [memory, *tensors]
+        return Packed(tuple(tensors), self.packing)
 
 
 def _filled(value: Any, play: Play) -> Any:
+    """Returns a value with tensors for its places."""
     if isinstance(value, Place):
         return play.tensor(value)
-    if isinstance(value, Record):
+    if isinstance(value, Whole):
+        return play.bases[value.base]
+    if isinstance(value, Record | Pack):
         return value.filled(play)
-    if isinstance(value, tuple | list):
-        return [_filled(each, play) for each in value]
+    if type(value) in (tuple, list):
+        return type(value)(_filled(each, play) for each in value)
     return value
-
-
-class Fork(NamedTuple):
-    """A side stream waits for the calling stream. Launches of this number then go there."""
-
-    number: int
-    first: bool  # as of `start_on_side_stream`
-
-    def run(self, play: Play) -> None:
-        if play.stream is not None:
-            side = play.sides[self.number] = side_stream(play.device, play.stream, self.first)
-            driver.wait(play.device.index, side.cuda_stream, play.stream)
-
-
-class Join(NamedTuple):
-    """The calling stream waits for a side stream."""
-
-    number: int
-
-    def run(self, play: Play) -> None:
-        if play.stream is not None:
-            driver.wait(play.device.index, play.stream, play.sides[self.number].cuda_stream)
 
 
 @dataclass(frozen=True)
@@ -324,9 +344,9 @@ class Recording:
     """A call's steps."""
 
     device: torch.device
-    num_memories: int  # inputs first
+    num_new: int  # tensors that a play makes; its inputs come before them
+    forks: list[bool]  # one for each use of a side stream: `first` of `start_on_side_stream`
     steps: list[Step]
-    pool: Pool
     result: Any  # with a `Place` or `Whole` for each tensor
 
     def play(self, inputs: list[Tensor]) -> Any:
@@ -335,33 +355,15 @@ class Recording:
         Args: inputs: emptied, so that memory that nobody else holds is freed after its last use.
         """
         with on_device(self.device):
-            return self._play(inputs)
-
-    def _play(self, inputs: list[Tensor]) -> Any:
-        play = Play(self.device, self.num_memories, self.pool)
-        for number, tensor in enumerate(inputs):
-            play.bases[number] = tensor
-            play.addresses[number] = tensor.data_ptr()
-        inputs.clear()
-        for step in self.steps:
-            step.run(play)
-        return _result(self.result, play)
-
-
-def _result(value: Any, play: Play) -> Any:
-    if isinstance(value, Whole):
-        return play.bases[value.number]
-    if isinstance(value, Place):
-        return play.tensor(value)
-    if isinstance(value, Record):
-        return value.filled(play)
-    if type(value) in (tuple, list):
-        return type(value)(_result(each, play) for each in value)
-    return value
+            play = Play(self, inputs)
+            inputs.clear()
+            for step in self.steps:
+                step.run(play)
+            return _filled(self.result, play)
 
 
 def has_place(value: Any) -> bool:
-    if isinstance(value, Place | Whole | Record):
+    if isinstance(value, Place | Whole | Record | Pack):
         return True
     return type(value) in (tuple, list) and any(map(has_place, value))
 

@@ -54,6 +54,7 @@ from cce_dist.backends.triton.stats import forward, statistics_of_segments
 from cce_dist.backends.triton.teacher.forward import forward_of_heads
 from cce_dist.backends.triton.teacher.tiles import KINDS, TileKernels
 from cce_dist.backends.triton.teacher.top import add_tile
+from cce_dist.backends.triton.tokens.loss import KERNELS as LOSS_KERNELS
 from cce_dist.backends.triton.tokens.merge import merge_lse_and_target, pack_lse_and_target
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.backends.triton.warm_up import NoSum
@@ -344,12 +345,15 @@ def compile_largest() -> None:
 
 
 def compile_small() -> None:
-    """What picks tokens, merges ranks and scales gradients."""
+    """What picks tokens, merges ranks, sums the loss and scales gradients."""
     shard = VocabShard(0, COLUMNS, COLUMNS)
     pick_on_device(torch.zeros(TOKENS, dtype=torch.int64), -100, shard)
     part = pack_lse_and_target(torch.zeros(TOKENS), torch.zeros(TOKENS), (0,) * 8)
     count = torch.ones(1, dtype=torch.int32)
     merge_lse_and_target(torch.stack([part, part]), count)
+    for divisor in (1.0, torch.ones(1)):
+        LOSS_KERNELS.total(torch.zeros(TOKENS), torch.zeros(TOKENS), divisor)
+        LOSS_KERNELS.share_gradient(torch.ones(()), torch.zeros(TOKENS), divisor)
     scale(torch.zeros(TOKENS, 16, dtype=torch.bfloat16), torch.ones(()))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,19 @@ import torch
 pytest.importorskip("triton")
 
 from cce_dist import linear_cross_entropy
+from cce_dist.ahead.launchers import compiler
 from cce_dist.backends.triton.launch import driver, replay
-from cce_dist.backends.triton.launch.driver import Address, Descriptor, NotReady, Ready
+from cce_dist.backends.triton.launch.driver import (
+    Address,
+    Batch,
+    Descriptor,
+    NotReady,
+    launch_of,
+    wait_of,
+    zero_of,
+)
 from cce_dist.backends.triton.launch.replay import forget_recordings
-from cce_dist.backends.triton.launch.steps import Launch, Recording
+from cce_dist.backends.triton.launch.steps import Recording, Steps
 
 # Two addresses, a constant, numbers of 4 and 8 bytes, and Triton's two addresses of its own.
 SIGNATURE = {"x": "*bf16", "n": "i32", "B": "constexpr", "y": "*fp32", "scale": "fp32", "m": "i64"}
@@ -26,17 +36,55 @@ STARTS, SIZES = [0, 8, 16, 24, 32, 40, 48], [8, 4, 8, 4, 8, 8, 8]
 
 
 class FakeDriver:
-    """A driver that notes the parameters of each launch, of kernels with these parameters."""
+    """A driver that notes what it is told, of kernels with these parameters."""
 
     def __init__(self, starts: list[int] = STARTS, sizes: list[int] = SIZES) -> None:
         self.starts, self.sizes = starts, sizes
         self.launches: list[tuple[Any, list[bytes]]] = []
-        self.code = 0
         self.calls: list[tuple[Any, ...]] = []
+        self.code = 0
+        address, number = ctypes.c_uint64, ctypes.c_int
 
-    def cuMemsetD8Async(self, address: Any, value: Any, size: Any, stream: Any) -> int:
-        self.calls.append(("zero", address.value, value.value, size.value, stream.value))
+        def of_c(method: Any, *types: Any) -> Any:
+            return ctypes.CFUNCTYPE(number, *types)(method)
+
+        # What C calls by an address.
+        self.cuLaunchKernelEx = of_c(self._launch, *(4 * [address]))
+        self.cuTensorMapReplaceAddress = of_c(self._replace, address, address)
+        self.cuMemsetD8Async = of_c(self._zero, address, ctypes.c_ubyte, ctypes.c_size_t, address)
+        self.cuEventRecord = of_c(self._record, address, address)
+        self.cuStreamWaitEvent = of_c(self._wait, address, address, ctypes.c_uint)
+
+    def _launch(self, config: int, function: int, parameters: int, extra: int) -> int:
+        at = (ctypes.c_uint64 * len(self.sizes)).from_address(parameters)
+        contents = [ctypes.string_at(x, size) for x, size in zip(at, self.sizes, strict=True)]
+        about = driver._Config.from_address(config)
+        attributes = [
+            (about.attributes[i].id, about.attributes[i].value[0])
+            for i in range(about.num_attributes)
+        ]
+        shape = tuple(about.grid), tuple(about.block)
+        self.launches.append(((*shape, about.shared_bytes, about.stream, attributes), contents))
+        self.calls.append(("launch", about.stream))
+        assert (function, extra) == (99, 0)
         return self.code
+
+    def _replace(self, place: int, address: int) -> int:
+        assert not place % 64
+        ctypes.c_uint64.from_address(place).value = address
+        return 0
+
+    def _zero(self, address: int, value: int, size: int, stream: int) -> int:
+        self.calls.append(("zero", address, value, size, stream))
+        return 0
+
+    def _record(self, event: int, stream: int) -> int:
+        self.calls.append(("record", event, stream))
+        return 0
+
+    def _wait(self, stream: int, event: int, flags: int) -> int:
+        self.calls.append(("wait", stream, event))
+        return 0
 
     def cuEventCreate(self, event: Any, flags: int) -> int:
         event._obj.value = 1000 + len(self.calls)
@@ -47,37 +95,10 @@ class FakeDriver:
         self.calls.append(("destroy", event.value))
         return 0
 
-    def cuEventRecord(self, event: Any, stream: Any) -> int:
-        self.calls.append(("record", event.value, stream.value))
-        return 0
-
-    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> int:
-        self.calls.append(("wait", stream.value, event.value))
-        return 0
-
     def cuFuncGetParamInfo(self, function: Any, index: Any, start: Any, size: Any) -> int:
         if index.value >= len(self.starts):
             return 1
         start._obj.value, size._obj.value = self.starts[index.value], self.sizes[index.value]
-        return 0
-
-    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: None) -> int:
-        contents = [
-            ctypes.string_at(at, size) for at, size in zip(parameters, self.sizes, strict=True)
-        ]
-        about = config._obj
-        grid, block = tuple(about.grid), tuple(about.block)
-        attributes = [
-            (about.attributes[i].id, about.attributes[i].value[0])
-            for i in range(about.num_attributes)
-        ]
-        self.launches.append(
-            ((grid, block, about.shared_bytes, about.stream, attributes), contents)
-        )
-        return self.code
-
-    def cuTensorMapReplaceAddress(self, place: Any, address: Any) -> int:
-        ctypes.c_uint64.from_address(place.value).value = address.value
         return 0
 
     def cuGetErrorString(self, code: int, text: Any) -> int:
@@ -93,16 +114,27 @@ def compiled(signature: dict[str, str] = SIGNATURE, **about: Any) -> Any:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    if compiler() is None:
+        pytest.skip("no C compiler")
     new = FakeDriver()
     monkeypatch.setattr(driver, "_driver", lambda: new)
-    return new
+    # Earlier events are those of another driver.
+    monkeypatch.setattr(driver, "_events", driver._Events())
+    driver._table.cache_clear()
+    yield new
+    driver._table.cache_clear()
+
+
+def play(steps: list[Any], bases: list[int], streams: list[int], device: int = 0) -> None:
+    arrays = [(ctypes.c_uint64 * len(values))(*values) for values in (bases, streams)]
+    Batch(steps).run(device, *map(ctypes.addressof, arrays))
 
 
 def test_parameters_have_the_plays_addresses(fake: FakeDriver) -> None:
-    launch = Ready(compiled(), (3, 2, 1), VALUES)
+    launch = launch_of(compiled(), (3, 2, 1), VALUES, stream=1)
     for base in (4096, 8192):
-        assert launch.start([base, base + 512], stream=5)
+        play([launch], [base, base + 512], streams=[4, 5])
         about, contents = fake.launches[-1]
         assert about == ((3, 2, 1), (128, 1, 1), 1024, 5, [])
         formats = ("Q", "i", "Q", "f", "q", "Q", "Q")
@@ -113,7 +145,8 @@ def test_parameters_have_the_plays_addresses(fake: FakeDriver) -> None:
 
 
 def test_a_cooperative_kernel_is_started_as_one(fake: FakeDriver) -> None:
-    Ready(compiled(launch_cooperative_grid=True), (3, 1, 1), VALUES).start([0, 0], stream=0)
+    launch = launch_of(compiled(launch_cooperative_grid=True), (3, 1, 1), VALUES, stream=0)
+    play([launch], [0, 0], streams=[0])
     assert fake.launches[0][0][-1] == [(2, 1)]
 
 
@@ -127,8 +160,8 @@ def test_a_descriptor_gets_another_base(fake: FakeDriver, monkeypatch: pytest.Mo
     fake.starts, fake.sizes = [0, 128, 132, 136, 144, 152], [128, 4, 4, 8, 8, 4]
     signature = {"matrix": "tensordesc<bf16[64, 64]>", "n": "i32"}
     value = Descriptor(Address(0, 32), SimpleNamespace(base=base, shape=[300, 48]))
-    launch = Ready(compiled(signature, tensordesc_meta=[{}]), (1, 1, 1), [value, 7])
-    launch.start([8192], stream=0)
+    launch = launch_of(compiled(signature, tensordesc_meta=[{}]), (1, 1, 1), [value, 7], stream=0)
+    play([launch], [8192], streams=[0])
     contents = fake.launches[0][1]
     assert contents[0] == struct.pack("Q", 8192 + 32) + content[8:]
     assert [int.from_bytes(x, "little") for x in contents[1:]] == [300, 48, 48, 1, 7]
@@ -145,6 +178,7 @@ LEFT_TO_TRITON: dict[str, dict[str, Any]] = {
     "another size": {"sizes": [8, 8, *SIZES[2:]]},
     "fewer parameters": {"starts": STARTS[:4], "sizes": SIZES[:4]},
     "more parameters": {"starts": [*STARTS, 56], "sizes": [*SIZES, 8]},
+    "too many bytes": {"starts": [*STARTS[:-1], 4096]},
     "a descriptor without the driver's bytes": {
         "signature": {"matrix": "tensordesc<bf16[64, 64]>"},
         "values": [Descriptor(Address(0, 0), None)],
@@ -158,52 +192,39 @@ def test_a_launch_is_left_to_triton(fake: FakeDriver, reason: str) -> None:
     case |= {"starts": STARTS, "sizes": SIZES} | LEFT_TO_TRITON[reason]
     fake.starts, fake.sizes = case["starts"], case["sizes"]
     with pytest.raises(NotReady):
-        Ready(compiled(case["signature"], **case["about"]), case["grid"], case["values"])
+        launch_of(compiled(case["signature"], **case["about"]), case["grid"], case["values"], 0)
 
 
 def test_an_old_driver_leaves_launches_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(cuLaunchKernelEx=None)
     monkeypatch.setattr(driver, "_driver", lambda: old)
     with pytest.raises(NotReady, match="does not tell"):
-        Ready(compiled(), (1, 1, 1), VALUES)
+        launch_of(compiled(), (1, 1, 1), VALUES, stream=0)
 
 
-def test_a_failing_launch_raises(fake: FakeDriver) -> None:
-    launch = Ready(compiled(), (1, 1, 1), VALUES)
+def test_a_batch_keeps_its_order_and_ends_at_an_error(fake: FakeDriver) -> None:
+    launch = launch_of(compiled(), (1, 1, 1), VALUES, stream=1)
+    zero = zero_of(Address(1, 64), num_bytes=512, stream=0)
+    steps = [zero, wait_of(1, other=0), launch, wait_of(0, other=1)]
+    play(steps, [0, 4096], streams=[5, 6])
+    event = 1000
+    assert fake.calls == [
+        ("create", event),
+        ("zero", 4160, 0, 512, 5),
+        *(("record", event, 5), ("wait", 6, event), ("launch", 6)),
+        *(("record", event, 6), ("wait", 5, event)),
+    ]
     fake.code = 700
+    fake.calls.clear()
     with pytest.raises(RuntimeError, match="CUDA error 700: an illegal address"):
-        launch.start([0, 0], stream=0)
-    fake.code = 0
-    assert launch.start([0, 0], stream=0)
-
-
-def test_one_thread_at_a_time_writes_the_parameters(fake: FakeDriver) -> None:
-    launch = Ready(compiled(), (1, 1, 1), VALUES)
-    answers: list[bool] = []
-
-    def start_too(*args: Any) -> int:
-        other = threading.Thread(target=lambda: answers.append(launch.start([1, 1], 0)))
-        other.start()
-        other.join()
-        return 0
-
-    launch._start = start_too
-    assert launch.start([0, 0], stream=0)
-    assert answers == [False]
-
-
-def test_zeros(fake: FakeDriver) -> None:
-    driver.zero(4096, 512, stream=5)
-    assert fake.calls == [("zero", 4096, 0, 512, 5)]
-    fake.code = 1
-    with pytest.raises(RuntimeError, match="CUDA error 1"):
-        driver.zero(4096, 512, stream=5)
+        play(steps, [0, 4096], streams=[5, 6])
+    assert fake.calls[-1] == ("launch", 6)
 
 
 def test_a_thread_waits_by_one_event_of_each_device(fake: FakeDriver) -> None:
     def wait_twice() -> None:
         for device in (0, 0, 1):
-            driver.wait(device, stream=5, other=6)
+            play([wait_of(0, other=1)], [], streams=[5, 6], device=device)
 
     thread = threading.Thread(target=wait_twice)
     thread.start()
@@ -214,10 +235,37 @@ def test_a_thread_waits_by_one_event_of_each_device(fake: FakeDriver) -> None:
     assert sorted(fake.calls[8:]) == [("destroy", 1000), ("destroy", 1005)]
 
 
-def launches() -> list[Launch]:
+def test_threads_play_the_same_steps_at_once(fake: FakeDriver) -> None:
+    launch = launch_of(compiled(), (1, 1, 1), VALUES, stream=0)
+    batch, streams = Batch([launch]), (ctypes.c_uint64 * 1)(0)
+    # Each thread is in the driver until the others are there, too.
+    together = threading.Barrier(3)
+    note = fake._launch
+
+    def wait_and_note(*args: int) -> int:
+        together.wait()
+        return note(*args)
+
+    fake.cuLaunchKernelEx = type(fake.cuLaunchKernelEx)(wait_and_note)
+    driver._table.cache_clear()
+
+    def run(base: int) -> None:
+        bases = (ctypes.c_uint64 * 2)(base, base)
+        batch.run(0, ctypes.addressof(bases), ctypes.addressof(streams))
+
+    threads = [threading.Thread(target=run, args=(512 * i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    starts = sorted(struct.unpack("Q", contents[0])[0] for _, contents in fake.launches)
+    assert starts == [16, 528, 1040]
+
+
+def played() -> list[Steps]:
     kinds = [kind for function in replay._functions for kind in function.kinds.values()]
     steps = [step for kind in kinds if isinstance(kind, Recording) for step in kind.steps]
-    return [step for step in steps if isinstance(step, Launch)]
+    return [step for step in steps if isinstance(step, Steps)]
 
 
 def results(options: dict[str, Any]) -> list[torch.Tensor]:
@@ -241,10 +289,11 @@ def test_the_driver_starts_every_kernel(way: str) -> None:
     expected = results(options)
     for _ in range(3):
         held = results(options)
-    played = launches()
-    assert played and all(isinstance(launch.ready, Ready) for launch in played)
-    for launch in played:
-        launch.ready = False
+    steps = played()
+    assert steps and all(len(step.by_driver or ()) == 1 for step in steps)
+    assert all(isinstance(part, Batch) for step in steps for part in step.by_driver or ())
+    for step in steps:
+        step.by_driver = [*step.steps]
     by_triton = results(options)
     for first, second, third in zip(expected, held, by_triton, strict=True):
         assert torch.equal(first, second) and torch.equal(first, third)
@@ -258,14 +307,14 @@ def test_a_new_thread_has_a_context() -> None:
         expected = results(options)
     answers: list[Any] = []
 
-    def play() -> None:
+    def play_too() -> None:
         context = ctypes.c_void_p()
         driver.enter_context(torch.cuda.current_device())
         driver._driver().cuCtxGetCurrent(ctypes.byref(context))
         answers.append(context.value)
         answers.append(results(options))
 
-    thread = threading.Thread(target=play)
+    thread = threading.Thread(target=play_too)
     thread.start()
     thread.join()
     assert answers[0]

@@ -28,7 +28,8 @@ from cce_dist import (
 )
 from cce_dist.algorithm.saved import take_apart
 from cce_dist.backends.triton.launch import replay
-from cce_dist.backends.triton.launch.recording import LARGE, Recorder, Unrecordable
+from cce_dist.backends.triton.launch.memory import LARGE
+from cce_dist.backends.triton.launch.recording import Recorder, Unrecordable
 from cce_dist.backends.triton.launch.replay import Replayed, forget_recordings
 from cce_dist.backends.triton.launch.steps import Recording
 from cce_dist.core.phases import watched_by
