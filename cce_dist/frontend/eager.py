@@ -53,8 +53,8 @@ class Differentiated(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs) -> Differentiated:
-        tensors = (inputs.hidden, inputs.weight, inputs.bias)
-        return cls(*map(differentiates, (*tensors, inputs.token_weight, inputs.temperature)))
+        tensors = inputs.hidden, inputs.weight, inputs.bias, inputs.token_weight, inputs.temperature
+        return cls(*map(differentiates, tensors))
 
     @property
     def by_steps(self) -> Needs:
@@ -161,7 +161,9 @@ def forward(
 
 
 def _sums_nll(terms: TokenLoss, options: LossOptions) -> bool:
-    return terms.is_nll and options.reduction != "none"
+    """Tells whether a backend's `LossKernels` compute the loss."""
+    # Chunks of tokens are summed by torch. Without gradients the loss must have the same bits.
+    return terms.is_nll and options.reduction != "none" and options.gradient != "in_forward"
 
 
 class Grads(NamedTuple):

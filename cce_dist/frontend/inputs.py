@@ -33,7 +33,7 @@ def options_of(**options: object) -> LossOptions:
     as some launches."""
     # The compiler traces no cache. A tensor may change its value, and a tuple may lack a hash.
     hashed = not torch.compiler.is_compiling()
-    if hashed and all(type(value) in _HASHED for value in options.values()):
+    if hashed and _HASHED.issuperset(map(type, options.values())):
         with contextlib.suppress(TypeError):
             return _checked_once(**options)
     return LossOptions(**options)  # pyright: ignore[reportArgumentType]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cce_dist.algorithm.call import Call
 from cce_dist.algorithm.plan import plan_of
@@ -43,6 +43,9 @@ class Entered(NamedTuple):
     parts: LocalParts | None  # of the arguments that were DTensors; None: none was
 
 
+_PLAIN = {Tensor, nn.Parameter, type(None)}
+
+
 def enter(
     inputs: Inputs,
     options: LossOptions,
@@ -55,7 +58,7 @@ def enter(
         ValueError: a DTensor's placement is not supported, or weight is not in memory.
     """
     parts = None
-    if any(map(is_dtensor, inputs)):
+    if not _PLAIN.issuperset(map(type, inputs)) and any(map(is_dtensor, inputs)):
         parts = local_parts(inputs, options, group, vocab_shard)
         inputs, options = parts.inputs, parts.options
         group, vocab_shard = parts.group, parts.vocab_shard
@@ -192,8 +195,12 @@ def cast_by_autocast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not isinstance(hidden, Tensor) or not isinstance(weight, Tensor):
         return hidden, weight
-    hidden, weight = (x.to(operand_dtype(x)) for x in (hidden, weight))
-    return hidden, weight
+    return _cast(hidden), _cast(weight)
+
+
+def _cast(tensor: Tensor) -> Tensor:
+    dtype = operand_dtype(tensor)
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def operand_dtype(tensor: Tensor) -> torch.dtype:

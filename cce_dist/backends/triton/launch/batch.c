@@ -11,9 +11,11 @@
 
 /* driver.py has the same numbers, and the same structures. */
 enum { LAUNCH, ZERO, WAIT };
+enum { NO_CONTEXT = -1 }; /* this thread has none, and nothing was run */
 enum { MOST_BYTES = 4096, MOST_PARAMETERS = 512, ALIGNMENT = 128 };
 
 typedef struct {
+    CUresult (*get_context)(CUcontext *);
     CUresult (*launch)(const CUlaunchConfig *, CUfunction, void **, void **);
     CUresult (*replace_address)(CUtensorMap *, void *);
     CUresult (*zero)(CUdeviceptr, unsigned char, size_t, CUstream);
@@ -86,7 +88,10 @@ static PyObject *run(PyObject *self, PyObject *args) {
     int count;
     if (!PyArg_ParseTuple(args, "KKiKKK", &driver, &steps, &count, &bases, &streams, &event))
         return NULL;
-    CUresult code = CUDA_SUCCESS;
+    CUcontext context = NULL;
+    CUresult code = ((const Driver *)driver)->get_context(&context);
+    if (!code && !context)
+        return PyLong_FromLong(NO_CONTEXT);
     /* A full queue of launches blocks, and another thread's launch may have to empty it. */
     Py_BEGIN_ALLOW_THREADS;
     for (int i = 0; i < count && !code; i++)
@@ -97,7 +102,7 @@ static PyObject *run(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"run", run, METH_VARARGS, "Returns the driver's code: 0, or that of the step that failed."},
+    {"run", run, METH_VARARGS, "Returns the driver's code, 0 or that of the step that failed, or NO_CONTEXT."},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "cce_dist_batch", NULL, -1, methods};

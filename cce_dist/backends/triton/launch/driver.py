@@ -30,8 +30,9 @@ _MOST_SCRATCH = 2
 # batch.c has the same numbers, and the same structures.
 _LAUNCH, _ZERO, _WAIT = range(3)
 _MOST_BYTES, _MOST_PARAMETERS = 4096, 512
+_NO_CONTEXT = -1
 _FUNCTIONS = (
-    *("cuLaunchKernelEx", "cuTensorMapReplaceAddress", "cuMemsetD8Async"),
+    *("cuCtxGetCurrent", "cuLaunchKernelEx", "cuTensorMapReplaceAddress", "cuMemsetD8Async"),
     *("cuEventRecord", "cuStreamWaitEvent"),
 )
 
@@ -161,8 +162,12 @@ class Batch:
     """
 
     def __init__(self, steps: Sequence[Step]) -> None:
-        self._steps, self._keeps = (Step * len(steps))(*steps), steps
-        self._at = ctypes.addressof(self._steps)
+        table = (Step * len(steps))(*steps)
+        # The table keeps what its steps point to.
+        self._keeps = table, steps
+        self._head = _table(), ctypes.addressof(table), len(steps)
+        self._waits = any(step.kind == _WAIT for step in steps)
+        self._run = extension().run
 
     def run(self, device: int, addresses: int, streams: int) -> None:
         """Runs the steps on the current device.
@@ -174,9 +179,13 @@ class Batch:
         Raises:
             RuntimeError: the driver reports an error, which may be an earlier kernel's.
         """
-        event = _events.of(device).handle.value
-        count = len(self._steps)
-        _check(extension().run(_table(), self._at, count, addresses, streams, event))
+        event = _events.of(device).handle.value if self._waits else 0
+        code = self._run(*self._head, addresses, streams, event)
+        if code == _NO_CONTEXT:
+            _enter_context(device)
+            code = self._run(*self._head, addresses, streams, event)
+        if code:
+            _check(code)
 
 
 @functools.cache
@@ -203,14 +212,12 @@ def _table() -> int:
     return ctypes.addressof(_tables[-1])
 
 
-def enter_context(device: int) -> None:
-    """Gives this thread a CUDA context, if it has none: a thread gets one by its first kernel, or
-    its first new memory."""
+def _enter_context(device: int) -> None:
+    """Gives this thread a CUDA context: torch gives it one by its first kernel, or its first new
+    memory."""
     driver, context = _driver(), ctypes.c_void_p()
-    driver.cuCtxGetCurrent(ctypes.byref(context))
-    if not context.value:
-        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-        _check(driver.cuCtxSetCurrent(context))
+    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    _check(driver.cuCtxSetCurrent(context))
 
 
 class _Event:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 # Smaller memories share one allocation.
-LARGE = 2**20
+LARGE = 2**23
 ALIGNMENT = 512
 
 

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -28,19 +28,16 @@ class Play:
     def __init__(self, recording: Recording, inputs: list[Tensor]) -> None:
         self.device = recording.device
         self.bases: list[Tensor | None] = [*inputs, *([None] * recording.num_new)]
-        self.addresses = (ctypes.c_uint64 * len(self.bases))(*(x.data_ptr() for x in inputs))
-        self.sides: list[Any] = []
-        self.hooks = None
-        # The calling stream first; none on a CPU.
-        self.streams = (ctypes.c_uint64 * (1 + len(recording.forks)))()
+        # As C reads them.
+        self.addresses = array("Q", [x.data_ptr() for x in inputs] + [0] * recording.num_new)
+        self.streams, self.sides, self.hooks = array("Q"), [], None
         self.on_gpu = self.device.type == "cuda"
         if self.on_gpu:
             # A stream's object costs as much as a launch, and only side streams need it.
             caller = torch._C._cuda_getCurrentRawStream(self.device.index)
             self.sides = [side_stream(self.device, caller, first) for first in recording.forks]
-            self.streams[:] = [caller, *(side.cuda_stream for side in self.sides)]
+            self.streams = array("Q", [caller, *(side.cuda_stream for side in self.sides)])
             self.hooks = _hooks()
-            driver.enter_context(self.device.index)
 
     def tensor(self, place: Place) -> Tensor:
         (memory, offset, (shape, stride, dtype)) = place
@@ -179,7 +176,7 @@ def _hooks() -> tuple[Any, Any] | None:
     """Returns the hooks around every launch, which profilers set; None: there are none."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    if any(getattr(hook, "calls", hook) for hook in (enter, leave)):
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
         return enter, leave
     return None
 
@@ -267,8 +264,8 @@ class Steps:
             self.by_driver = self._batches(play)
         for part in self.by_driver:
             if isinstance(part, driver.Batch):
-                addresses = ctypes.addressof(play.addresses), ctypes.addressof(play.streams)
-                part.run(play.device.index, *addresses)
+                arrays = play.addresses.buffer_info()[0], play.streams.buffer_info()[0]
+                part.run(play.device.index, *arrays)
             else:
                 part.run(play)
 

@@ -48,12 +48,26 @@ class FakeDriver:
         def of_c(method: Any, *types: Any) -> Any:
             return ctypes.CFUNCTYPE(number, *types)(method)
 
+        self.has_context = True
         # What C calls by an address.
+        self.cuCtxGetCurrent = of_c(self._context, address)
         self.cuLaunchKernelEx = of_c(self._launch, *(4 * [address]))
         self.cuTensorMapReplaceAddress = of_c(self._replace, address, address)
         self.cuMemsetD8Async = of_c(self._zero, address, ctypes.c_ubyte, ctypes.c_size_t, address)
         self.cuEventRecord = of_c(self._record, address, address)
         self.cuStreamWaitEvent = of_c(self._wait, address, address, ctypes.c_uint)
+
+    def _context(self, place: int) -> int:
+        ctypes.c_uint64.from_address(place).value = self.has_context
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
+        self.calls.append(("retain", device))
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.has_context = True
+        return 0
 
     def _launch(self, config: int, function: int, parameters: int, extra: int) -> int:
         at = (ctypes.c_uint64 * len(self.sizes)).from_address(parameters)
@@ -221,6 +235,14 @@ def test_a_batch_keeps_its_order_and_ends_at_an_error(fake: FakeDriver) -> None:
     assert fake.calls[-1] == ("launch", 6)
 
 
+def test_a_thread_without_a_context_gets_one(fake: FakeDriver) -> None:
+    fake.has_context = False
+    zero = zero_of(Address(0, 0), num_bytes=512, stream=0)
+    for _ in range(2):
+        play([zero], [4096], streams=[5], device=3)
+    assert fake.calls == [("retain", 3), *(2 * [("zero", 4096, 0, 512, 5)])]
+
+
 def test_a_thread_waits_by_one_event_of_each_device(fake: FakeDriver) -> None:
     def wait_twice() -> None:
         for device in (0, 0, 1):
@@ -309,7 +331,8 @@ def test_a_new_thread_has_a_context() -> None:
 
     def play_too() -> None:
         context = ctypes.c_void_p()
-        driver.enter_context(torch.cuda.current_device())
+        # It allocates nothing, and torch is not asked for anything.
+        driver.Batch([]).run(torch.cuda.current_device(), 0, 0)
         driver._driver().cuCtxGetCurrent(ctypes.byref(context))
         answers.append(context.value)
         answers.append(results(options))
