@@ -161,7 +161,8 @@ class Picked(NamedTuple):
     count: Tensor | None = None  # [1] int32, the number of targets that count
     counts: Tensor | None = None  # bool, True for a target that counts; None: all count
     local_targets: Tensor | None = None  # int32, -1 = not in this shard; None: not computed yet
-    in_range: Tensor | None = None  # [1] int32, 0 if a target is no class; None: not checked yet
+    # [1] int32, 0 if a target is no class; None: not computed yet; True: the device checks it
+    in_range: Tensor | bool | None = None
     number: Tensor | None = None  # [1] fp32, the larger of `count` and 1; None: not computed yet
 
 

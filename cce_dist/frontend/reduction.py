@@ -29,7 +29,7 @@ class PickedTokens:
     counts: Tensor | None = None  # [N] bool: True for a token that counts; None: all tokens count
     # None: the backend has not computed them. See `Picked`.
     local_targets: Tensor | None = None
-    in_range: Tensor | None = None
+    in_range: Tensor | bool | None = None
     number_on_device: Tensor | None = None
 
     def number(self) -> Tensor | float:

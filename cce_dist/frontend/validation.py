@@ -169,15 +169,15 @@ def check_targets(
 
 
 def check_target_range(
-    targets: Tensor, vocab_size: int, ignore_index: int, in_range: Tensor | None = None
+    targets: Tensor, vocab_size: int, ignore_index: int, in_range: Tensor | bool | None = None
 ) -> None:
     """Checks the range of `targets` [N], in which ignored targets are 0.
 
-    Args: in_range: [1], 0 if a target is no class; None: computed here.
+    Args: in_range: of `Picked`.
     """
-    if targets.numel() == 0:
+    if targets.numel() == 0 or in_range is True:
         return
-    if in_range is None:
+    if not isinstance(in_range, Tensor):
         low, high = torch.aminmax(targets)
         in_range = (low >= 0) & (high < vocab_size)
 

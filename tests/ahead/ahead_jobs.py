@@ -112,7 +112,7 @@ def compare(calls: HeadCalls) -> dict[str, Any]:
 
 
 class Picks:
-    """A call that picks tokens alone: two small kernels."""
+    """A call that picks tokens alone: three small kernels."""
 
     def make(self) -> None:
         pick_on_device(torch.empty(256, dtype=torch.int64), -100, VocabShard(0, 5000, 5000))

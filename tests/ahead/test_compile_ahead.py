@@ -64,7 +64,7 @@ def test_the_same_is_asked_for_ahead_and_in_a_job(
 
 def test_a_second_compilation_finds_all_in_the_cache(checked: tuple[dict[str, Any], Path]) -> None:
     (first, second, small), cache = checked[0]["twice"], checked[1]
-    names = ["count_kernel", "place_kernel"]
+    names = ["count_kernel", "place_kernel", "require_in_range_kernel"]
     for report, cached in ((first, False), (second, True)):
         assert sorted(each["kernel"] for each in report["binaries"]) == names
         assert {each["cached"] for each in report["binaries"]} == {cached}

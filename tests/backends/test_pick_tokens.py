@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -61,11 +63,34 @@ def test_a_target_that_is_no_class_is_seen_wherever_it_stands(wrong: int, device
     for at in (0, 1023, 1499):
         spoiled = targets.clone()
         spoiled[at] = wrong
-        got = by_kernels(spoiled, LossOptions())
+        got = tokens_pick.pick_unchecked(spoiled, -100, SHARD)
         assert got.in_range is not None and int(got.in_range) == 0
     # An ignored one may be anything.
     got = by_kernels(spoiled.masked_fill(spoiled == -100, wrong), LossOptions(ignore_index=wrong))
     assert got.in_range is not None and int(got.in_range) == 1
+
+
+# In a process of its own: the GPU is of no use to it afterwards. Prepared, recorded and played.
+@pytest.mark.gpu
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_a_target_that_is_no_class_ends_the_program(calls: int) -> None:
+    code = f"""
+import torch
+from cce_dist import linear_cross_entropy
+hidden, weight = (torch.randn(n, 64, device="cuda").bfloat16() for n in (300, 500))
+targets = torch.randint(500, (300,), device="cuda")
+for _ in range({calls}):
+    linear_cross_entropy(hidden, weight, targets)
+torch.cuda.synchronize()
+print("right so far", flush=True)
+targets[7] = 500
+linear_cross_entropy(hidden, weight, targets)
+torch.cuda.synchronize()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode and done.stdout == "right so far\n"
+    assert "targets must lie in [0, vocab_size) or equal ignore_index" in done.stderr
+    assert "device-side assert" in done.stderr
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -117,6 +117,7 @@ _TESTS: dict[str, tuple[str, ...]] = {
         *("[stats-weighted]",),
     ),
     "backends/test_pick_tokens.py::test_kernels_pick_what_torch_picks": ("[0.3-",),
+    "backends/test_pick_tokens.py::test_a_target_that_is_no_class_ends_the_program": ("[3]",),
     "doctor/test_doctor.py::test_on_a_gpu": (),
     # Ranks: the kernels of one, and on two GPUs what needs a group.
     "backends/test_loss_kernels.py::test_the_loss_and_its_gradient": ("700",),
@@ -162,6 +163,9 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
     ),
     "backends/triton/test_shares.py::test_shares_of_a_launch_add_up_to_what_it_drops": (
         *("bound_kernel", "lower_kernel"),
+    ),
+    "backends/test_pick_tokens.py::test_a_target_that_is_no_class_ends_the_program": (
+        "require_in_range_kernel",
     ),
     "backends/triton/test_chunks.py::test_scale_multiplies_in_place": ("scale_kernel",),
     "backends/triton/kernels/test_hopper.py::TestOnHopper"

@@ -73,7 +73,8 @@ def _for_pool(base: int, small: Sequence[Memory], zeros: Sequence[Memory]) -> li
     for memory in zeros:
         memory.base, memory.start = base, end
         end += aligned(memory.num_bytes)
-    total = share((memory for memory in small if memory.layout is not None), base, end)
+    others = [x for x in small if x.layout is not None and x.zeroed_by is None]
+    total = share(others, base, end)
     steps: list[Step] = []
     if total:
         steps.append(Allocation(base, _bytes(total)))

@@ -208,12 +208,15 @@ class Recorder:
         if function is aten.zero_.default and args[0].is_contiguous():
             self.steps.append(Zero(self.place_of(args[0]), self._stream))
             return
+        if function in _ZEROS:
+            memory = self._add(results[0], allocate=True)
+            memory.zeroed_by = len(self.steps)
+            self.steps.append(Zero(self.place_of(results[0]), self._stream))
+            return
         args, named = self._with_places(args), self._with_places(named)
         if any(tensor.storage_offset() for _, tensor in new):
             raise Unrecordable(f"{function} returns a part of its memory")
         makes = [(at, self._add(tensor, allocate=False)) for at, tensor in new]
-        if function in _ZEROS:
-            makes[0][1].zeroed_by = len(self.steps)
         single = isinstance(result, Tensor)
         self.steps.append(Operator(function, args, named, makes, single, self._stream))
 

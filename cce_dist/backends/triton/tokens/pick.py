@@ -1,4 +1,4 @@
-"""Tokens that count, and their targets' places: two kernels, where torch takes some thirty."""
+"""Tokens that count, and their targets' places: three kernels, where torch takes some thirty."""
 
 # Triton types a kernel's arguments as its compiler sees them.
 # pyright: reportArgumentType=false
@@ -9,8 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from cce_dist.backends.triton.kernels.tokens.compact_tokens import count_kernel, place_kernel
+from cce_dist.backends.triton.kernels.tokens.compact_tokens import (
+    count_kernel,
+    place_kernel,
+    require_in_range_kernel,
+)
 from cce_dist.backends.triton.launch.start import start
+from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.types import Picked
 from cce_dist.vocab_shard import VocabShard
 
@@ -19,7 +24,16 @@ BLOCK = 1024
 
 def pick_on_device(ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
     """Moves the ids, of [N] int64 with N > 0, that are not ignored to the front. The host doesn't
-    wait."""
+    wait: a target that is no class fails an assertion on the device, unless kernels are
+    interpreted."""
+    picked = pick_unchecked(ids, ignore_index, shard)
+    if interpreted():
+        return picked
+    start(require_in_range_kernel, (1,))(picked.in_range, num_warps=1)
+    return picked._replace(in_range=True)
+
+
+def pick_unchecked(ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
     ids = ids.contiguous()
     size, device = ids.shape[0], ids.device
     grid = (triton.cdiv(size, BLOCK),)

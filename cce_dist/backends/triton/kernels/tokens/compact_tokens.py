@@ -67,3 +67,13 @@ def place_kernel(
         tl.store(count_ptr, count)
         tl.store(in_range_ptr, (beyond == 0).to(tl.int32))
         tl.store(number_ptr, tl.maximum(count, 1).to(tl.float32))
+
+
+# Triton compiles assertions into such kernels alone.
+@triton.jit(debug=True)
+def require_in_range_kernel(
+    in_range_ptr,  # [1] int32, of `place_kernel`
+):
+    """Ends the program on the device if a target is no class. The host doesn't wait."""
+    in_range = tl.load(in_range_ptr) != 0
+    tl.device_assert(in_range, "targets must lie in [0, vocab_size) or equal ignore_index")

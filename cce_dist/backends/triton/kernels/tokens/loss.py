@@ -3,8 +3,11 @@
 import triton
 import triton.language as tl
 
+# Rows of a merge begin anywhere, and a gradient is the caller's.
+POINTERS = ["lse_ptr", "target_logit_ptr", "divisor_ptr", "grad_ptr"]
 
-@triton.jit(do_not_specialize=["N"])
+
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=POINTERS[:3])
 def total_loss_kernel(
     lse_ptr,  # [N]
     target_logit_ptr,  # [N]
@@ -30,7 +33,7 @@ def total_loss_kernel(
     tl.store(total_ptr + one, tl.div_rn(total, tl.zeros((1,), tl.float32) + divisor))
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=POINTERS[2:])
 def share_gradient_kernel(
     grad_ptr,  # []
     divisor_ptr,  # [1]
