@@ -148,6 +148,7 @@ class ExpectedBackward:
     accumulate: bool  # see `WeightGrad`
     bias: bool  # the bias needs a gradient
     of_lse: bool  # the loss depends on lse as well as on nll
+    sums_nll: bool = False  # `LossKernels` compute the loss
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,9 @@ def forward(
         entropy=needs.temperature,
         backward_is_next=True,
     )
+    # Torch sums the chunks of "in_forward". Without gradients the loss must have the same bits.
+    by_kernels = options.reduction != "none" and options.gradient != "in_forward"
+    call = replace(call, sums_nll=by_kernels and finish.terms.is_nll)
     hidden = inputs.hidden
     with torch.no_grad(), without_autocast(hidden.device.type):
         scale = scale_for(inputs.temperature, finish.picked, options, hidden)
@@ -146,7 +149,7 @@ def forward(
         out = two_pass.forward(flat, inputs.weight, inputs.bias, scale, call, needs.by_steps)
         stats = out.stats
         plain = list(plain_outputs(stats, out.tail_mass))
-        kernels = call.plan.backend.loss_kernels if _sums_nll(finish.terms, options) else None
+        kernels = call.plan.backend.loss_kernels if call.sums_nll else None
         if kernels is None:
             nll = stats.lse - stats.target_logit
             results = finish.result(nll, stats.lse, stats.smooth_logit, stats.entropy, plain)
@@ -158,12 +161,6 @@ def forward(
     saved = Saved(out.state, finish.terms, finish.picked.counts, finish.shape)
     structure, tensors = take_apart(saved)
     return Forward(results, Frame(structure, needs), Packed(tuple(tensors)), out.once)
-
-
-def _sums_nll(terms: TokenLoss, options: LossOptions) -> bool:
-    """Tells whether a backend's `LossKernels` compute the loss."""
-    # Chunks of tokens are summed by torch. Without gradients the loss must have the same bits.
-    return terms.is_nll and options.reduction != "none" and options.gradient != "in_forward"
 
 
 class Grads(NamedTuple):
@@ -200,7 +197,7 @@ def backward(
     by_token_weight = by_temperature = None
     upstream, lse = Upstream(), by_token(grads.lse)
     by_loss = grads.loss if options.reduction != "none" else by_token(grads.loss)
-    kernels = state.call.plan.backend.loss_kernels if _sums_nll(terms, options) else None
+    kernels = state.call.plan.backend.loss_kernels if state.call.sums_nll else None
     if by_loss is not None and kernels is not None:
         upstream = Upstream(kernels.share_gradient(by_loss, stats.lse, terms.denominator))
     elif by_loss is not None:

@@ -91,6 +91,7 @@ def warm_up(
         *(None if teacher is None else _traits(*teacher), tokens.scale is None),
         *(request.wanted, request.screen, store is not None, rule.by_largest, rule.tail),
         *(rule.draws, kind, backward.weight, backward.accumulate, backward.bias, backward.of_lse),
+        backward.sums_nll,
         *(num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks)),
     )
     if key in _warmed_up:
@@ -140,9 +141,10 @@ def _go_through(
         # The shape and alignment of the gradient, without its memory: torch refuses to write to it.
         row = head.weight.new_empty(1, head.weight.shape[1], dtype=expected.weight)
         weight = WeightGrad(row.expand(head.weight.shape), expected.accumulate)
-    loss.KERNELS.total(stats.lse, stats.target_logit, stats.lse[:1])
-    nll_grad = loss.KERNELS.share_gradient(stats.lse[0], stats.lse, stats.lse[:1])
-    upstream = Upstream(nll_grad, stats.lse if expected.of_lse else None, stats.smooth_logit)
+    if expected.sums_nll:
+        loss.KERNELS.total(stats.lse, stats.target_logit, stats.lse[:1])
+        loss.KERNELS.share_gradient(stats.lse[0], stats.lse, stats.lse[:1])
+    upstream = Upstream(stats.lse, stats.lse if expected.of_lse else None, stats.smooth_logit)
     backward_request = BackwardRequest(
         stats=replace(stats, entropy=None),
         upstream=upstream,

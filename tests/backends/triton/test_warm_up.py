@@ -171,7 +171,7 @@ def test_first_calls_compile_side_by_side(options: dict[str, Any], tmp_path: Pat
     # compiled twice.
     assert first[1], first
     late = [name for name, _, in_launch in first[1] if in_launch]
-    assert late == ["count_kernel", "place_kernel"], first
+    assert late == ["count_kernel", "place_kernel", "require_in_range_kernel"], first
     assert "filtered_kernel" in [name for name, _, _ in first[1]]
     hashes = [made for _, made, _ in first[1]]
     assert len(set(hashes)) == len(hashes)

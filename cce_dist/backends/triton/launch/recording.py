@@ -321,6 +321,8 @@ def _packed(result: Any, packs: Iterator[Pack]) -> Any:
     if isinstance(result, Packed):
         packing = next(packs).packing
         return result if packing is None else packing.pack(result.unpacked())
+    if type(result) is tuple:
+        return tuple(_packed(each, packs) for each in result)
     if isinstance(result, tuple) and names_of(type(result)) is not None:
         return type(result)(*(_packed(each, packs) for each in result))
     return result

@@ -28,11 +28,12 @@ from cce_dist import (
 )
 from cce_dist.algorithm.saved import take_apart
 from cce_dist.backends.triton.launch import replay
-from cce_dist.backends.triton.launch.memory import LARGE
+from cce_dist.backends.triton.launch.memory import ALIGNMENT, LARGE
 from cce_dist.backends.triton.launch.recording import Recorder, Unrecordable
 from cce_dist.backends.triton.launch.replay import Replayed, forget_recordings
 from cce_dist.backends.triton.launch.steps import Recording
 from cce_dist.core.phases import watched_by
+from cce_dist.core.records import Packed
 from cce_dist.testing import TRITON_PLACES, Place, RankPool, grid
 
 # A loss is a forward and a backward. Ways that are recorded by parts pick their tokens apart.
@@ -372,6 +373,28 @@ def test_a_played_calls_results_are_no_views() -> None:
     assert isinstance(next(iter(function.kinds.values())), Recording)
     assert matrix._base is None and torch.equal(matrix, torch.ones(3, 4))
     assert transposed.stride() == (1, 3)
+
+
+# Small memories, two places in one, one that is a result as well, a large one, an argument.
+def packing(x: Tensor) -> tuple[Tensor, Packed]:
+    both, alone = (torch.empty(2, *x.shape).copy_(x), torch.empty_like(x).copy_(2 * x))
+    large = torch.empty(LARGE, dtype=x.dtype).fill_(2.0)
+    return alone, Packed((both[1], x, torch.empty(3).fill_(7.0), alone, both, large))
+
+
+def test_what_a_call_saves_lies_in_one_allocation() -> None:
+    function = Replayed(packing)
+    for seed in range(4):
+        x = torch.full((5, 4), float(seed))
+        alone, packed = function(x)
+        expected_alone, expected = packing(x)
+        require_same([alone, *packed.unpacked()], [expected_alone, *expected.unpacked()])
+        if seed:
+            # As the recording's plays, so does the call that is recorded.
+            memory, first, second, third = packed.tensors
+            assert memory.dtype == torch.uint8 and memory.nbytes == 2 * ALIGNMENT
+            assert first is x and second.data_ptr() == alone.data_ptr() and len(third) == LARGE
+    assert isinstance(next(iter(function.kinds.values())), Recording)
 
 
 # A process of its own: others have imported the compiler.
