@@ -13,10 +13,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import subprocess
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from cce_dist.core.slower import warn_slower
 
 # Triton's types of numbers, as `struct` packs them.
 _NUMBERS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q"}
@@ -198,6 +201,22 @@ def extension() -> Any:
     include = str(Path(str(nvidia.__file__)).with_name("include"))
     text = here.with_name("batch.c").read_text()
     return compile_module_from_src(src=text, name="cce_dist_batch", include_dirs=[include])
+
+
+@functools.cache
+def has_extension() -> bool:
+    """Tells whether there is a module of batch.c; warns if not: an image may have Triton's binaries
+    and no C compiler."""
+    try:
+        extension()
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        warn_slower(
+            "Triton starts kernels one by one, which costs the host twice the time, since there is "
+            "no C module by which calls are repeated; install gcc, set CC, or fill the cache by "
+            f"`cce-dist compile` where a compiler is: {error}"
+        )
+        return False
+    return True
 
 
 _tables: list[Any] = []  # they must outlive every call

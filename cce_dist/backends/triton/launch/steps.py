@@ -256,7 +256,7 @@ class Steps:
         self.by_driver: Sequence[driver.Batch | Launch | Zero | Wait] | None = None
 
     def run(self, play: Play) -> None:
-        if not play.on_gpu or play.hooks is not None:
+        if not play.on_gpu or play.hooks is not None or not driver.has_extension():
             for step in self.steps:
                 step.run(play)
             return

@@ -257,6 +257,19 @@ def test_a_thread_waits_by_one_event_of_each_device(fake: FakeDriver) -> None:
     assert sorted(fake.calls[8:]) == [("destroy", 1000), ("destroy", 1005)]
 
 
+def test_without_a_compiler_a_warning_says_that_calls_are_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def extension() -> None:
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(driver, "extension", extension)
+    driver.has_extension.cache_clear()
+    with pytest.warns(match="Failed to find C compiler"):
+        assert not driver.has_extension()
+    driver.has_extension.cache_clear()
+
+
 def test_threads_play_the_same_steps_at_once(fake: FakeDriver) -> None:
     launch = launch_of(compiled(), (1, 1, 1), VALUES, stream=0)
     batch, streams = Batch([launch]), (ctypes.c_uint64 * 1)(0)
