@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ class Call:
     tail_mass: bool  # report it
     record: bool  # a backward may follow
     quantize_once: QuantizeOnce | None = None
-    sums_nll: bool = False  # the backend's `LossKernels` may compute the loss
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
         """Cuts off rows beyond vocab_size: no step below sees padding."""
@@ -59,14 +58,13 @@ class Call:
         """Args: dtype: the weight's. needed: whether hidden, weight, bias need a gradient."""
         into = self.grad_weight_into if needed[1] else None
         written = dtype if into is None else into.dtype
-        expected = self.plan.expect(
+        return self.plan.expect(
             tokens,
             hidden=needed[0],
             weight=written if needed[1] else None,
             bias=needed[2],
             accumulate=into is not None,
         )
-        return replace(expected, sums_nll=self.sums_nll)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class Plan:
     threshold: float  # of the filter; 0 keeps every column
     shares_device: bool = False  # kernels that wait for other ranks are on the device
     backward_is_next: bool = False  # the forward's logits are then not kept for long
+    sums_nll: bool = False  # the backend's `LossKernels` may compute the loss
 
     @functools.cached_property
     def by_chunks(self) -> bool:
@@ -140,6 +141,7 @@ class Plan:
             accumulate=accumulate,
             bias=bias,
             of_lse=self.options.z_loss != 0 or self.wanted.smooth_logit,
+            sums_nll=self.sums_nll,
         )
 
     def store_for(

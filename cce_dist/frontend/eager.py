@@ -139,9 +139,7 @@ def forward(
         entropy=needs.temperature,
         backward_is_next=True,
     )
-    # Torch sums the chunks of "in_forward". Without gradients the loss must have the same bits.
-    by_kernels = options.reduction != "none" and options.gradient != "in_forward"
-    call = replace(call, sums_nll=by_kernels and finish.terms.is_nll)
+    call = _with_loss_kernels(call, finish)
     hidden = inputs.hidden
     with torch.no_grad(), without_autocast(hidden.device.type):
         scale = scale_for(inputs.temperature, finish.picked, options, hidden)
@@ -149,7 +147,7 @@ def forward(
         out = two_pass.forward(flat, inputs.weight, inputs.bias, scale, call, needs.by_steps)
         stats = out.stats
         plain = list(plain_outputs(stats, out.tail_mass))
-        kernels = call.plan.backend.loss_kernels if call.sums_nll else None
+        kernels = call.plan.backend.loss_kernels if call.plan.sums_nll else None
         if kernels is None:
             nll = stats.lse - stats.target_logit
             results = finish.result(nll, stats.lse, stats.smooth_logit, stats.entropy, plain)
@@ -161,6 +159,11 @@ def forward(
     saved = Saved(out.state, finish.terms, finish.picked.counts, finish.shape)
     structure, tensors = take_apart(saved)
     return Forward(results, Frame(structure, needs), Packed(tuple(tensors)), out.once)
+
+
+def _with_loss_kernels(call: Call, finish: Finish) -> Call:
+    sums_nll = finish.terms.is_nll and finish.options.reduction != "none"
+    return replace(call, plan=replace(call.plan, sums_nll=sums_nll))
 
 
 class Grads(NamedTuple):
@@ -197,7 +200,7 @@ def backward(
     by_token_weight = by_temperature = None
     upstream, lse = Upstream(), by_token(grads.lse)
     by_loss = grads.loss if options.reduction != "none" else by_token(grads.loss)
-    kernels = state.call.plan.backend.loss_kernels if state.call.sums_nll else None
+    kernels = state.call.plan.backend.loss_kernels if state.call.plan.sums_nll else None
     if by_loss is not None and kernels is not None:
         upstream = Upstream(kernels.share_gradient(by_loss, stats.lse, terms.denominator))
     elif by_loss is not None:
@@ -291,7 +294,18 @@ def _has(results: Tensor | LossOutput) -> tuple[bool, bool, bool]:
 
 
 def _in_forward(inputs: Inputs, call: Call, finish: Finish) -> Tensor | LossOutput:
-    hidden, objective = inputs.hidden, finish.terms.total_and_upstream
+    hidden, terms, call = inputs.hidden, finish.terms, _with_loss_kernels(call, finish)
+    kernels = call.plan.backend.loss_kernels if call.plan.sums_nll else None
+
+    def objective(
+        nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice
+    ) -> tuple[Tensor, Upstream]:
+        if kernels is None:
+            return terms.total_and_upstream(nll, lse, smooth, at)
+        # One chunk has the bits of the other gradients' loss.
+        total = kernels.total(nll, torch.zeros_like(nll), terms.denominator)
+        return total, terms.upstream(lse, smooth, at)
+
     with without_autocast(hidden.device.type):
         tensors = hidden.reshape(-1, hidden.shape[-1]), inputs.weight, inputs.bias
         loss, lse, entropy, *plain = InForward.apply(*tensors, call, objective)
