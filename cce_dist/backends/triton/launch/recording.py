@@ -30,7 +30,6 @@ from cce_dist.backends.triton.launch.steps import (
     Recording,
     Step,
     Wait,
-    Whole,
     Zero,
     has_place,
     is_mutable,
@@ -310,11 +309,10 @@ class Recorder:
         self._packs.append(Pack([self.place_of(tensor) for tensor in packed.unpacked()]))
         return self._packs[-1]
 
-    def _place_of_result(self, tensor: Tensor) -> Place | Whole:
+    def _place_of_result(self, tensor: Tensor) -> Place:
         place = self.place_of(tensor)
         self._plain.add(place.memory)
-        is_whole = not place.offset and place.memory.layout == place.layout
-        return Whole(place.memory.base) if is_whole else place
+        return place
 
 
 def _packed(result: Any, packs: Iterator[Pack]) -> Any:

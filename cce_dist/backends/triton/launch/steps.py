@@ -299,12 +299,6 @@ class Record(NamedTuple):
         return record
 
 
-class Whole(NamedTuple):
-    """A tensor of the play as it was allocated."""
-
-    base: int
-
-
 @dataclass(eq=False)
 class Pack:
     """The places of a `Packed` of the result."""
@@ -327,8 +321,6 @@ def _filled(value: Any, play: Play) -> Any:
     """Returns a value with tensors for its places."""
     if isinstance(value, Place):
         return play.tensor(value)
-    if isinstance(value, Whole):
-        return play.bases[value.base]
     if isinstance(value, Record | Pack):
         return value.filled(play)
     if type(value) in (tuple, list):
@@ -344,7 +336,7 @@ class Recording:
     num_new: int  # tensors that a play makes; its inputs come before them
     forks: list[bool]  # one for each use of a side stream: `first` of `start_on_side_stream`
     steps: list[Step]
-    result: Any  # with a `Place` or `Whole` for each tensor
+    result: Any  # with a `Place` for each tensor
 
     def play(self, inputs: list[Tensor]) -> Any:
         """Repeats the call with other inputs, of the same shapes, strides, dtypes and alignment.
@@ -360,7 +352,7 @@ class Recording:
 
 
 def has_place(value: Any) -> bool:
-    if isinstance(value, Place | Whole | Record | Pack):
+    if isinstance(value, Place | Record | Pack):
         return True
     return type(value) in (tuple, list) and any(map(has_place, value))
 

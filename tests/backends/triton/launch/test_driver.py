@@ -7,7 +7,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -265,8 +265,11 @@ def test_without_a_compiler_a_warning_says_that_calls_are_slower(
 
     monkeypatch.setattr(driver, "extension", extension)
     driver.has_extension.cache_clear()
+    play, calls = SimpleNamespace(on_gpu=True, hooks=None), []
+    steps: Any = [SimpleNamespace(run=lambda play, i=i: calls.append(i)) for i in range(3)]
     with pytest.warns(match="Failed to find C compiler"):
-        assert not driver.has_extension()
+        Steps(steps).run(cast("Any", play))
+    assert calls == [0, 1, 2]
     driver.has_extension.cache_clear()
 
 
