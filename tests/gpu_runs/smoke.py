@@ -138,7 +138,7 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
         *("pack_kernel", "count_kernel", "place_kernel", "forward_kernel", "finish_kernel"),
         *("target_products_kernel", "targets_kernel", "upstream_kernel"),
         *("exact_logits_kernel", "exact_targets_kernel", "exact_products_kernel", "bad_ref_kernel"),
-        *("store_hidden_kernel",),
+        *("gather_rows_kernel", "store_hidden_kernel"),
     ),
     "backends/test_screened_stats.py::test_statistics_are_as_close_as_dense_16_bit_ones": (
         "screened_stats_kernel",

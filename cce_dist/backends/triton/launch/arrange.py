@@ -3,7 +3,7 @@ result, and allocations and releases of large memories between the steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ from cce_dist.backends.triton.launch.memory import (
 from cce_dist.backends.triton.launch.steps import (
     Allocation,
     Launch,
+    Operator,
     Pack,
     Release,
     Step,
@@ -32,7 +33,8 @@ def arranged(
     steps: Sequence[Step],
     memories: Sequence[Memory],
     packs: Sequence[Pack],  # of the result
-    plain: set[Memory],  # that the result has outside of its packs
+    plain: set[Memory],  # of the caller's results
+    once: Iterable[Memory],  # that the result has for its first reader
 ) -> tuple[list[Step], int]:
     """Places the memories. Returns the steps, with those that allocate and release; and the number
     of a play's tensors."""
@@ -42,7 +44,9 @@ def arranged(
     first: list[Step] = []
     for base, pack in enumerate(packs, pool + 1):
         first += _for_pack(pack, base, plain)
-    small = [memory for memory in memories if memory in inner and 0 < memory.num_bytes < LARGE]
+    handed = pool + 1 + len(packs)
+    first += _one_after_another(handed, [x for x in once if x.base < pool and x not in plain])
+    small = [memory for memory in memories if memory in inner and _is_small(memory)]
     zeros = [memory for memory in small if memory.zeroed_by is not None]
     first += _for_pool(pool, small, zeros)
     before: dict[int, list[Step]] = {}
@@ -61,7 +65,12 @@ def arranged(
         first += before.get(at, [])
         first += [] if step is None or at in done else [step]
         first += [Release(after[at])] if at in after else []
-    return _joined(first), pool + 1 + len(packs)
+    large = {memory.base for memory in memories if memory.num_bytes >= LARGE}
+    return _joined(_together(first, large)), handed + 1
+
+
+def _is_small(memory: Memory) -> bool:
+    return memory.layout is not None and 0 < memory.num_bytes < LARGE
 
 
 def _for_pool(base: int, small: Sequence[Memory], zeros: Sequence[Memory]) -> list[Step]:
@@ -85,25 +94,60 @@ def _for_pool(base: int, small: Sequence[Memory], zeros: Sequence[Memory]) -> li
 
 def _for_pack(pack: Pack, base: int, plain: set[Memory]) -> list[Step]:
     """Places small memories of a pack in one allocation, and returns it."""
+    packed = {place.memory: None for place in pack.places if place.memory not in plain}
+    allocation = _one_after_another(base, packed)
+    if allocation:
+        views = (
+            View(place.memory.start + place.offset, *place.layout)
+            if place.memory.base == base
+            else None
+            for place in pack.places
+        )
+        num_bytes = allocation[0].layout.shape[0]
+        pack.base, pack.packing = base, Packing(num_bytes, tuple(views))
+    return [*allocation]
+
+
+def _one_after_another(base: int, memories: Iterable[Memory]) -> list[Allocation]:
+    """Places the small ones of these memories in one allocation, and returns it, if there are."""
     end = 0
-    for memory in {place.memory: None for place in pack.places}:
-        if memory.layout is not None and memory.num_bytes < LARGE and memory not in plain:
-            memory.base, memory.start = base, end
-            end += aligned(memory.num_bytes)
-    if not end:
-        return []
-    views = (
-        View(place.memory.start + place.offset, *place.layout)
-        if place.memory.base == base
-        else None
-        for place in pack.places
-    )
-    pack.base, pack.packing = base, Packing(end, tuple(views))
-    return [Allocation(base, _bytes(end))]
+    for memory in filter(_is_small, memories):
+        memory.base, memory.start = base, end
+        end += aligned(memory.num_bytes)
+    return [Allocation(base, _bytes(end))] if end else []
 
 
 def _bytes(count: int) -> Layout:
     return Layout((count,), (1,), torch.uint8)
+
+
+def _together(steps: Sequence[Step], large: set[int]) -> list[Step]:
+    """Brings the steps of the driver together: allocations come earlier and releases later, where
+    the most large memory that is in use at a time stays the same.
+
+    Args: large: the numbers of large tensors.
+    """
+    out: list[Step] = []
+    room = 0  # where an allocation may come: nothing large is released after it
+    ended: list[int] = []
+    for step in steps:
+        if isinstance(step, Release):
+            ended += step.bases
+        elif isinstance(step, Allocation | Operator):
+            is_small = isinstance(step, Allocation) and step.base not in large
+            if not is_small and not large.isdisjoint(ended):
+                out.append(Release(ended))
+                room, ended = len(out), []
+            if isinstance(step, Allocation):
+                out.insert(room, step)
+                room += 1
+            else:
+                out.append(step)
+                # What it allocates and frees comes on top of all that is allocated.
+                room = len(out)
+        else:
+            out.append(step)
+    return [*out, Release(ended)] if ended else out
 
 
 def _joined(steps: Sequence[Step]) -> list[Step]:

@@ -21,7 +21,7 @@ class Memory:
         base: the number of the tensor of a play that it lies in.
         start: the byte of that tensor at which it begins.
         born: the number of the step that needs it first; -1: the call's argument.
-        num_bytes: 0 for an argument.
+        num_bytes: of an argument, its elements' alone.
         last_use: the number of the last step that needs it.
         layout: as the call has allocated it; None: an argument, or an operator's result.
         zeroed_by: the number of the step that fills all of it with zeros.

@@ -89,13 +89,15 @@ class Recorder:
     _forks: list[bool] = field(default_factory=list)  # `first` of each
     _side_uses: list[list[Memory]] = field(default_factory=list)  # of each fork
     _packs: list[Pack] = field(default_factory=list)  # of the result
-    _plain: set[Memory] = field(default_factory=set)  # of the result, but for its packs
+    _plain: set[Memory] = field(default_factory=set)  # of the result's other tensors
+    _once: dict[Memory, None] = field(default_factory=dict)  # of the result's mutable records
 
     def __post_init__(self) -> None:
         ends: list[tuple[int, int, int]] = []
         for tensor in self.inputs:
-            self.memories.append(Memory(len(ends)))
-            ends.append((tensor.untyped_storage()._cdata, *_extent(tensor)))
+            start, stop = _extent(tensor)
+            self.memories.append(Memory(len(ends), num_bytes=stop - start))
+            ends.append((tensor.untyped_storage()._cdata, start, stop))
         self._extents = ends
         for number, (storage, start, stop) in enumerate(ends):
             for other, begin, end in ends[:number]:
@@ -228,8 +230,12 @@ class Recorder:
             return self._pack(value)
         names = names_of(kind)
         if names is not None:
+            mutable = is_mutable(kind)
+            if mutable and place_of == self._place_of_result:
+                # Its reader takes the tensors out, and drops them after use.
+                place_of = self._place_of_once
             parts = [self._with_places(getattr(value, name), place_of) for name in names]
-            stays = not is_mutable(kind) and not any(map(has_place, parts))
+            stays = not mutable and not any(map(has_place, parts))
             return value if stays else Record(kind, names, parts)
         if kind in (tuple, list):
             return kind(self._with_places(each, place_of) for each in value)
@@ -295,7 +301,8 @@ class Recorder:
         if self.flaw is not None:
             raise Unrecordable(self.flaw)
         outputs = self._with_places(result, self._place_of_result)
-        steps, num_bases = arranged(self.steps, self.memories, self._packs, self._plain)
+        of_result = self._packs, self._plain, self._once
+        steps, num_bases = arranged(self.steps, self.memories, *of_result)
         recording = Recording(
             device=self.inputs[0].device,
             num_new=num_bases - len(self.inputs),
@@ -312,6 +319,11 @@ class Recorder:
     def _place_of_result(self, tensor: Tensor) -> Place:
         place = self.place_of(tensor)
         self._plain.add(place.memory)
+        return place
+
+    def _place_of_once(self, tensor: Tensor) -> Place:
+        place = self.place_of(tensor)
+        self._once[place.memory] = None
         return place
 
 

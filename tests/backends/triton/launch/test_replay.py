@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -395,6 +396,36 @@ def test_what_a_call_saves_lies_in_one_allocation() -> None:
             assert memory.dtype == torch.uint8 and memory.nbytes == 2 * ALIGNMENT
             assert first is x and second.data_ptr() == alone.data_ptr() and len(third) == LARGE
     assert isinstance(next(iter(function.kinds.values())), Recording)
+
+
+@dataclass
+class Handed:
+    """Memory for one reader, as a forward leaves some to its backward."""
+
+    first: Tensor
+    second: Tensor
+    large: Tensor
+    result: Tensor
+
+
+def handing(x: Tensor) -> tuple[Tensor, Handed]:
+    first, second, result = x + 1, torch.empty_like(x).copy_(2 * x), torch.empty_like(x).copy_(x)
+    first = torch.empty_like(x).copy_(first)
+    return result, Handed(first, second, torch.empty(LARGE).fill_(3.0), result)
+
+
+def test_what_a_call_hands_on_lies_in_one_allocation() -> None:
+    function = Replayed(handing)
+    for seed in range(4):
+        x = torch.full((5, 4), float(seed))
+        result, handed = function(x)
+        expected, like = handing(x)
+        require_same([result, *take_apart(handed)[1]], [expected, *take_apart(like)[1]])
+    assert isinstance(next(iter(function.kinds.values())), Recording)
+    apart = handed.second.data_ptr() - handed.first.data_ptr()
+    assert apart == ALIGNMENT and handed.first.untyped_storage().nbytes() == 2 * ALIGNMENT
+    # Nothing else lives as long as a caller's result does.
+    assert result.untyped_storage().nbytes() == result.nbytes and result._base is None
 
 
 # A process of its own: others have imported the compiler.

@@ -1,4 +1,5 @@
-"""The packing before the forward: hidden states of tokens that count, bounds of lse, the grid."""
+"""The packing before a forward: hidden states of tokens that count, bounds of lse, the grid; and
+before a backward of every column: hidden states alone."""
 
 import triton
 import triton.language as tl
@@ -153,3 +154,25 @@ def pack_kernel(
         tl.store(shape_ptr, blocks)
         tl.store(shape_ptr + 1, splits)
         tl.store(shape_ptr + 2, at_once)
+
+
+@triton.jit
+def gather_rows_kernel(
+    hidden_ptr,  # [num_rows, D], inner stride 1
+    rows_ptr,  # [N_padded] int64
+    packed_ptr,  # [N_padded, D], inner stride 1: out
+    D,
+    stride_hn,
+    stride_pn,
+    BLOCK_N: tl.constexpr,  # divides N_padded
+    BLOCK_D: tl.constexpr,
+):
+    """Gathers BLOCK_N rows."""
+    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.load(rows_ptr + tokens)[:, None]
+    for start in range(0, D, BLOCK_D):
+        dims = start + tl.arange(0, BLOCK_D)
+        inside = (dims < D)[None, :]
+        e = tl.load(hidden_ptr + rows * stride_hn + dims[None, :], mask=inside, other=0.0)
+        out_ptrs = packed_ptr + tokens.to(tl.int64)[:, None] * stride_pn + dims[None, :]
+        tl.store(out_ptrs, e, mask=inside)
