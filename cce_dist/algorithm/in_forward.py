@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cce_dist.algorithm import sharded
+from cce_dist.algorithm.call import Call, GradWeight, pad_bias
 from cce_dist.algorithm.plan import Plan
+from cce_dist.algorithm.two_pass import Grads, Needs
 from cce_dist.backends.protocol import BackwardRequest, Room, WeightGrad
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, LocalGrads, Tokens, Upstream, accumulate_dtype
@@ -20,6 +23,126 @@ from cce_dist.ranks.transport import group_size
 # The most chunks whose weight gradients add up in 16 bits. Each addition rounds the sum so far:
 # docs/design/loss.md#in_forward.
 MOST_ROUNDINGS = 12
+
+
+# Merged statistics of the tokens in a slice -> their share of the scalar loss, its derivatives.
+Objective = Callable[[Stats, slice], tuple[Tensor, Upstream]]
+
+
+@dataclass
+class Computed:
+    """The gradients of one `forward`, for an upstream gradient of 1. The first backward uses them
+    up; a second one over a retained graph computes them again."""
+
+    hidden: Tensor | None = None  # [num_rows, D]
+    bias: Tensor | None = None  # [num_classes] in the accumulation dtype
+    # [V_local, D] as weight, or [num_classes, D] in the accumulation dtype
+    weight: Tensor | None = None
+
+    @property
+    def is_used(self) -> bool:
+        return self.hidden is None and self.bias is None and self.weight is None
+
+    def clear(self) -> None:
+        self.hidden = self.bias = self.weight = None
+
+
+class Forward(NamedTuple):
+    loss: Tensor  # []
+    stats: Stats  # over the whole vocabulary, [N] each
+    tail_mass: Tensor | None  # [N]; None without `Call.tail_mass`
+    computed: Computed
+
+
+def forward(
+    hidden: Tensor,  # [num_rows, D]
+    weight: Tensor,  # [V_local, D]
+    bias: Tensor | None,
+    call: Call,
+    objective: Objective,
+    needs: Needs,
+) -> Forward:
+    """Computes the scalar loss, and its gradients. Collectives: those of
+    `Plan.require_same_sizes` and `grads_in_forward`."""
+    call.plan.require_same_sizes(hidden, len(call.local_targets))
+    tokens, head = call.tokens(hidden), call.head(weight, bias)
+    chunks: list[Stats] = []
+    totals: list[Tensor] = []
+
+    def upstream_of(stats: Stats, at: slice) -> Upstream:
+        total, upstream = objective(stats, at)
+        chunks.append(stats)
+        totals.append(total)
+        return upstream
+
+    grad_weight = rows = None
+    if needs.weight and (
+        call.grad_weight_into is not None or not holds_sum(weight.dtype, len(tokens), call.plan)
+    ):
+        dtype = accumulate_dtype(weight.dtype)
+        grad_weight = rows = head.weight.new_empty(head.weight.shape, dtype=dtype)
+    elif needs.weight:
+        target = GradWeight.prepare(call, weight, True)
+        assert target.into is not None
+        grad_weight, rows = target.returned, target.into.rows
+    grads, tail = grads_in_forward(
+        tokens,
+        head,
+        call.plan,
+        upstream_of,
+        hidden=needs.hidden,
+        weight=rows,
+        bias=needs.bias,
+        tail_mass=call.tail_mass,
+    )
+    loss = totals[0]
+    for total in totals[1:]:
+        loss = loss + total
+    return Forward(
+        loss, _concatenated(chunks), tail, Computed(grads.hidden, grads.bias, grad_weight)
+    )
+
+
+def _concatenated(chunks: list[Stats]) -> Stats:
+    """Joins the statistics of consecutive chunks of tokens."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return chunks[0].unpack(torch.cat([chunk.pack() for chunk in chunks], dim=1))
+
+
+def backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    call: Call,  # with the caller's buffer
+    computed: Computed,
+    objective: Objective,
+    upstream: Tensor,  # [] the gradient by the loss
+    needs: Needs,
+) -> Grads:
+    """Scales the gradients in place: there is room for one gradient of the weight, not for two.
+    Collectives: those of `forward`, if the gradients are used up."""
+    if computed.is_used:
+        computed = forward(hidden, weight, bias, call, objective, needs).computed
+    by_hidden, by_bias, by_weight = computed.hidden, computed.bias, computed.weight
+    computed.clear()
+    for grad in (by_hidden, by_bias, by_weight):
+        if grad is not None:
+            call.plan.backend.scale(grad, upstream)
+    if by_weight is not None and (
+        call.grad_weight_into is not None
+        or by_weight.dtype != weight.dtype
+        or by_weight.shape != weight.shape
+    ):
+        target = GradWeight.prepare(call, weight, True)
+        assert target.into is not None
+        if target.into.accumulate:
+            target.into.rows.add_(by_weight)
+        else:
+            target.into.rows.copy_(by_weight)
+        by_weight = target.returned
+    by_hidden = None if by_hidden is None else by_hidden.to(hidden.dtype)
+    return Grads(by_hidden, by_weight, pad_bias(by_bias, bias), None)
 
 
 def grads_in_forward(
@@ -50,8 +173,7 @@ def grads_in_forward(
     if plan.by_chunks:
         grads = _grads_by_chunks(tokens, head, plan, upstream_of, hidden, weight, bias)
         dtype = accumulate_dtype(head.weight.dtype)
-        nothing = head.weight.new_zeros(len(tokens), dtype=dtype)
-        return grads, nothing if tail_mass else None
+        return grads, head.weight.new_zeros(len(tokens), dtype=dtype) if tail_mass else None
     in_fp32 = not holds_unscaled_gradients(head.weight.dtype)
     written = None if weight is None else weight.dtype
     expected = plan.expect(tokens, hidden=hidden, weight=written, bias=bias, in_fp32=in_fp32)

@@ -8,7 +8,7 @@ a recording: docs/design/host.md#recordings.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,15 +17,17 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks,
 )
 
-from cce_dist.algorithm import two_pass
-from cce_dist.algorithm.autograd import InForward, no_forward_mode
+from cce_dist.algorithm import in_forward, two_pass
 from cce_dist.algorithm.call import Call, require_in_memory
-from cce_dist.algorithm.once import once_differentiable, without_autocast
+from cce_dist.algorithm.in_forward import Computed, Objective
+from cce_dist.algorithm.once import no_forward_mode, once_differentiable, without_autocast
 from cce_dist.algorithm.saved import put_together, take_apart
 from cce_dist.algorithm.two_pass import Needs, Once, State, plain_outputs
 from cce_dist.backends.choose import plays, repeated
+from cce_dist.backends.protocol import LossKernels
 from cce_dist.core.observer import observer, same_by_identity
 from cce_dist.core.records import Packed
+from cce_dist.core.stats import Stats
 from cce_dist.core.types import Upstream
 from cce_dist.frontend import agreement
 from cce_dist.frontend.inputs import Inputs
@@ -71,8 +73,17 @@ class Saved:
     shape: torch.Size  # targets'
 
 
+@dataclass(frozen=True)
+class SavedInForward:
+    """The same of gradient="in_forward"."""
+
+    call: Call
+    terms: TokenLoss
+
+
 class Frame:
-    """A `Saved` without its tensors. Of a recorded call it is one object for all that play it."""
+    """A `Saved` or `SavedInForward` without its tensors. Of a recorded call it is one object for
+    all that play it."""
 
     def __init__(self, saved: object, needs: Differentiated) -> None:
         self.saved, self.needs = saved, needs
@@ -88,7 +99,7 @@ class Forward(NamedTuple):
     results: Tensor | LossOutput
     frame: Frame | None = None
     saved: Packed = Packed(())
-    once: Once | None = None
+    once: Once | Computed | None = None
 
 
 def compute(
@@ -101,8 +112,6 @@ def compute(
     """Computes the loss of plain tensors eagerly, from the arguments of `prepare`."""
     weight, needs = inputs.weight, Differentiated.of(inputs)
     arguments = inputs, options, resolve_group(group), vocab_shard, quantized_weight
-    if options.gradient == "in_forward" and any(needs):
-        return _in_forward(inputs, *prepare(*arguments, record=True, backward_is_next=True))
     if plays(options, inputs.hidden, weight) and not agreement.is_wanted(options):
         if isinstance(quantized_weight, QuantizedWeight):
             # A recording compares no versions.
@@ -139,31 +148,71 @@ def forward(
         entropy=needs.temperature,
         backward_is_next=True,
     )
-    call = _with_loss_kernels(call, finish)
+    sums_nll = finish.terms.is_nll and options.reduction != "none"
+    call = replace(call, plan=replace(call.plan, sums_nll=sums_nll))
+    one_pass = options.gradient == "in_forward" and any(needs)
+    with torch.no_grad(), without_autocast(inputs.hidden.device.type):
+        results, saved, once = (_one_pass if one_pass else _two_pass)(inputs, call, finish, needs)
+    if saved is None:
+        return Forward(results)
+    structure, tensors = take_apart(saved)
+    return Forward(results, Frame(structure, needs), Packed(tuple(tensors)), once)
+
+
+def _two_pass(
+    inputs: Inputs, call: Call, finish: Finish, needs: Differentiated
+) -> tuple[Tensor | LossOutput, Saved | None, Once | None]:
     hidden = inputs.hidden
-    with torch.no_grad(), without_autocast(hidden.device.type):
-        scale = scale_for(inputs.temperature, finish.picked, options, hidden)
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        out = two_pass.forward(flat, inputs.weight, inputs.bias, scale, call, needs.by_steps)
-        stats = out.stats
-        plain = list(plain_outputs(stats, out.tail_mass))
-        kernels = call.plan.backend.loss_kernels if call.plan.sums_nll else None
+    scale = scale_for(inputs.temperature, finish.picked, finish.options, hidden)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    out = two_pass.forward(flat, inputs.weight, inputs.bias, scale, call, needs.by_steps)
+    stats = out.stats
+    plain = list(plain_outputs(stats, out.tail_mass))
+    kernels = _loss_kernels(call)
+    if kernels is None:
+        nll = stats.lse - stats.target_logit
+        results = finish.result(nll, stats.lse, stats.smooth_logit, stats.entropy, plain)
+    else:
+        loss = kernels.total(stats.lse, stats.target_logit, finish.terms.denominator)
+        results = finish.with_stats(loss, stats.lse, stats.entropy, plain)
+    if out.state is None:
+        return results, None, None
+    return results, Saved(out.state, finish.terms, finish.picked.counts, finish.shape), out.once
+
+
+def _one_pass(
+    inputs: Inputs, call: Call, finish: Finish, needs: Differentiated
+) -> tuple[Tensor | LossOutput, SavedInForward, Computed]:
+    hidden, weight, bias = inputs.hidden, inputs.weight, inputs.bias
+    flat, objective = hidden.reshape(-1, hidden.shape[-1]), _objective(call, finish.terms)
+    out = in_forward.forward(flat, weight, bias, call, objective, needs.by_steps)
+    plain = list(plain_outputs(out.stats, out.tail_mass))
+    results = finish.with_stats(out.loss, out.stats.lse, out.stats.entropy, plain)
+    left = replace(call, grad_weight_into=None)
+    return results, SavedInForward(left, finish.terms), out.computed
+
+
+def _loss_kernels(call: Call) -> LossKernels | None:
+    return call.plan.backend.loss_kernels if call.plan.sums_nll else None
+
+
+def _objective(call: Call, terms: TokenLoss) -> Objective:
+    kernels, ones = _loss_kernels(call), None
+
+    def objective(stats: Stats, at: slice) -> tuple[Tensor, Upstream]:
+        nonlocal ones
         if kernels is None:
             nll = stats.lse - stats.target_logit
-            results = finish.result(nll, stats.lse, stats.smooth_logit, stats.entropy, plain)
-        else:
-            loss = kernels.total(stats.lse, stats.target_logit, finish.terms.denominator)
-            results = finish.with_stats(loss, stats.lse, stats.entropy, plain)
-    if out.state is None:
-        return Forward(results)
-    saved = Saved(out.state, finish.terms, finish.picked.counts, finish.shape)
-    structure, tensors = take_apart(saved)
-    return Forward(results, Frame(structure, needs), Packed(tuple(tensors)), out.once)
+            return terms.total_and_upstream(nll, stats.lse, stats.smooth_logit, at)
+        ones = stats.lse.new_ones(()) if ones is None else ones
+        total = kernels.total(stats.lse, stats.target_logit, terms.denominator)
+        return total, Upstream(kernels.share_gradient(ones, stats.lse, terms.denominator))
+
+    return objective
 
 
-def _with_loss_kernels(call: Call, finish: Finish) -> Call:
-    sums_nll = finish.terms.is_nll and finish.options.reduction != "none"
-    return replace(call, plan=replace(call.plan, sums_nll=sums_nll))
+# hidden, weight, bias; token_weight and temperature, None if they need no gradient
+DifferentiatedInputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Grads(NamedTuple):
@@ -176,18 +225,30 @@ class Grads(NamedTuple):
 
 def backward(
     frame: Frame,
-    # hidden, weight, bias; token_weight and temperature, None if they need no gradient
-    inputs: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
+    inputs: DifferentiatedInputs,
     packed: Packed,  # `Forward.saved`
-    once: Once,
+    once: Once | Computed,
     grads: Grads,
     grad_weight_into: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients by hidden, weight, bias, token_weight and temperature. Collectives: the
     loss's backward."""
-    saved: Saved = put_together(frame.saved, iter(packed.unpacked()))
+    saved = put_together(frame.saved, iter(packed.unpacked()))
+    if isinstance(once, Computed):
+        return _scaled(saved, frame.needs, inputs, once, grads, grad_weight_into)
+    return _by_two_pass(saved, frame.needs, inputs, once, grads, grad_weight_into)
+
+
+def _by_two_pass(
+    saved: Saved,
+    needs: Differentiated,
+    inputs: DifferentiatedInputs,
+    once: Once,
+    grads: Grads,
+    grad_weight_into: Tensor | None,
+) -> tuple[Tensor | None, ...]:
     hidden, weight, bias, token_weight, temperature = inputs
-    state, terms, needs = saved.state, saved.terms, frame.needs
+    state, terms = saved.state, saved.terms
     options, rows, stats = state.call.plan.options, state.call.rows, state.stats
 
     def by_token(grad: Tensor | None) -> Tensor | None:
@@ -200,7 +261,7 @@ def backward(
     by_token_weight = by_temperature = None
     upstream, lse = Upstream(), by_token(grads.lse)
     by_loss = grads.loss if options.reduction != "none" else by_token(grads.loss)
-    kernels = state.call.plan.backend.loss_kernels if state.call.plan.sums_nll else None
+    kernels = _loss_kernels(state.call)
     if by_loss is not None and kernels is not None:
         upstream = Upstream(kernels.share_gradient(by_loss, stats.lse, terms.denominator))
     elif by_loss is not None:
@@ -223,6 +284,32 @@ def backward(
         by_temperature = by_taken(-out.scale * state.scale.square(), temperature)
     by_hidden = None if out.hidden is None else out.hidden.view(hidden.shape)
     return by_hidden, out.weight, out.bias, by_token_weight, by_temperature
+
+
+def _scaled(
+    saved: SavedInForward,
+    needs: Differentiated,
+    inputs: DifferentiatedInputs,
+    computed: Computed,
+    grads: Grads,
+    grad_weight_into: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    for name, grad in (("lse", grads.lse), ("entropy", grads.entropy)):
+        if grad is not None:
+            raise RuntimeError(
+                f'stats "{name}" cannot be differentiated with gradient="in_forward", whose '
+                'forward computes the gradients; use gradient="filtered" or "exact"'
+                + (", or the option z_loss" if name == "lse" else "")
+            )
+    assert grads.loss is not None
+    hidden, weight, bias, *_ = inputs
+    call = replace(saved.call, grad_weight_into=grad_weight_into)
+    flat, objective = hidden.reshape(-1, hidden.shape[-1]), _objective(call, saved.terms)
+    out = in_forward.backward(
+        flat, weight, bias, call, computed, objective, grads.loss, needs.by_steps
+    )
+    by_hidden = None if out.hidden is None else out.hidden.view(hidden.shape)
+    return by_hidden, out.weight, out.bias, None, None
 
 
 _forward = repeated(forward)
@@ -270,14 +357,15 @@ class _Results(torch.autograd.Function):
         tensors = ctx.saved_tensors
         inputs, saved = tensors[:5], Packed(tensors[5:], ctx.packing)
         # A second backward over a retained graph finds no memory in `once`.
-        once, buffer, ctx.once = ctx.once, ctx.buffer, Once()
+        once, buffer, ctx.once = ctx.once, ctx.buffer, type(ctx.once)()
         if not _get_current_graph_task_keep_graph():
             # A loss must not keep the caller's buffer alive after the backward. Autograd would free
             # a saved tensor, but hooks would put a copy in its place.
             ctx.buffer = None
         if all(grad is None for grad in grads):
             return (None,) * 8
-        require_in_memory(inputs[1])
+        if isinstance(once, Once) or once.is_used:
+            require_in_memory(inputs[1])
         in_order = iter(grads)
         by_results = Grads(*(next(in_order) if has else None for has in ctx.has))
         run = _backward if ctx.frame.is_recorded else backward
@@ -291,22 +379,3 @@ def _has(results: Tensor | LossOutput) -> tuple[bool, bool, bool]:
     if isinstance(results, Tensor):
         return True, False, False
     return True, results.lse is not None, results.entropy is not None
-
-
-def _in_forward(inputs: Inputs, call: Call, finish: Finish) -> Tensor | LossOutput:
-    hidden, terms, call = inputs.hidden, finish.terms, _with_loss_kernels(call, finish)
-    kernels = call.plan.backend.loss_kernels if call.plan.sums_nll else None
-
-    def objective(
-        nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice
-    ) -> tuple[Tensor, Upstream]:
-        if kernels is None:
-            return terms.total_and_upstream(nll, lse, smooth, at)
-        # One chunk has the bits of the other gradients' loss.
-        total = kernels.total(nll, torch.zeros_like(nll), terms.denominator)
-        return total, terms.upstream(lse, smooth, at)
-
-    with without_autocast(hidden.device.type):
-        tensors = hidden.reshape(-1, hidden.shape[-1]), inputs.weight, inputs.bias
-        loss, lse, entropy, *plain = InForward.apply(*tensors, call, objective)
-        return finish.with_stats(loss, lse, entropy, plain)

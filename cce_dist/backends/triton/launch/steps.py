@@ -343,7 +343,8 @@ class Recording:
 
         Args: inputs: emptied, so that memory that nobody else holds is freed after its last use.
         """
-        with on_device(self.device):
+        # As the call did it: torch writes no product to memory while autograd records.
+        with on_device(self.device), torch.no_grad():
             play = Play(self, inputs)
             inputs.clear()
             for step in self.steps:

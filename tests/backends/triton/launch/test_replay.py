@@ -35,10 +35,11 @@ from cce_dist.backends.triton.launch.replay import Replayed, forget_recordings
 from cce_dist.backends.triton.launch.steps import Recording
 from cce_dist.core.phases import watched_by
 from cce_dist.core.records import Packed
+from cce_dist.options import GradientMode
 from cce_dist.testing import TRITON_PLACES, Place, RankPool, grid
 
 # A loss is a forward and a backward. Ways that are recorded by parts pick their tokens apart.
-PLAYED = {"in_forward": 3, "distillation": 3}
+PLAYED = {"distillation": 3}
 FILTER = Filter(keep=0.01)
 # Two blocks of tokens, and three tiles of columns, neither of them whole.
 TOKENS, COLUMNS = 140, 300
@@ -47,6 +48,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "filtered": {"filter": FILTER},
     "exact": {"gradient": "exact", "softcap": 5.0, "bias": True, "stats": ("lse", "correct")},
     "in_forward": {"gradient": "in_forward", "filter": FILTER, "label_smoothing": 0.1},
+    # Two chunks of tokens. In fp32 torch multiplies, in fp16 kernels do.
+    "three products": {
+        **{"gradient": "in_forward", "filter": Filter(keep=0), "workspace_bytes": 2**18},
+        **{"dtype": torch.float32, "stats": ("lse", "tail_mass"), "bias": True},
+    },
+    "three products, fp16": {
+        **{"gradient": "in_forward", "filter": Filter(keep=0), "workspace_bytes": 2**17},
+    },
     "screened": {"logits": "screened", "filter": FILTER, "stats": ("entropy", "correct")},
     "distillation": {"teacher": True, "filter": FILTER, "bias": True, "alpha": 0.2},
 }
@@ -63,7 +72,8 @@ def problem(place: Place, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run(tensors: tuple[Tensor, Tensor, Tensor], **options: Any) -> list[Tensor]:
-    hidden, weight = (x.detach().clone().requires_grad_() for x in tensors[:2])
+    dtype = options.pop("dtype", tensors[0].dtype)
+    hidden, weight = (x.detach().clone().to(dtype).requires_grad_() for x in tensors[:2])
     bias = None
     if options.pop("bias", False):
         bias = torch.linspace(-1, 1, len(weight), device=hidden.device)
@@ -266,7 +276,7 @@ def test_results_of_a_played_call_can_be_written(reduction: str) -> None:
 
 
 # A checkpoint compares what its two forwards save, of which the first may be prepared.
-@pytest.mark.parametrize("way", ["filtered", "screened", "exact"])
+@pytest.mark.parametrize("way", ["filtered", "screened", "exact", "in_forward"])
 def test_the_forwards_of_a_checkpoint_save_alike(way: str) -> None:
     hidden, weight, targets = problem(TRITON_PLACES[0])
     options = {name: value for name, value in WAYS[way].items() if name not in ("bias", "stats")}
@@ -282,26 +292,28 @@ def test_the_forwards_of_a_checkpoint_save_alike(way: str) -> None:
     assert recordings()
 
 
-def test_a_played_call_has_a_second_backward() -> None:
+@pytest.mark.parametrize("way", ["filtered", "in_forward", "three products, fp16"])
+def test_a_played_call_has_a_second_backward(way: str) -> None:
     for _ in range(4):
         hidden, weight, targets = problem(TRITON_PLACES[0])
         leaves = hidden.requires_grad_(), weight.requires_grad_()
-        loss = linear_cross_entropy(*leaves, targets, backend="triton", filter=FILTER)
+        loss = linear_cross_entropy(*leaves, targets, backend="triton", **WAYS[way])
         first = torch.autograd.grad(loss, leaves, retain_graph=True)
         require_same([*torch.autograd.grad(loss, leaves)], [*first])
         with pytest.raises(RuntimeError, match="second time"):
             torch.autograd.grad(loss, leaves)
 
 
-@pytest.mark.parametrize(**grid(places=TRITON_PLACES))
-def test_a_played_call_adds_to_the_callers_buffer(place: Place) -> None:
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, gradient=["filtered", "in_forward"]))
+def test_a_played_call_adds_to_the_callers_buffer(place: Place, gradient: GradientMode) -> None:
     tensors = problem(place)
     sums = []
     for _ in range(4):
         hidden, weight = (x.clone().requires_grad_() for x in tensors[:2])
         into = torch.ones(weight.shape, device=weight.device)
+        options: dict[str, Any] = {"gradient": gradient, "filter": FILTER, "backend": "triton"}
         linear_cross_entropy(
-            hidden, weight, tensors[2], backend="triton", filter=FILTER, grad_weight_into=into
+            hidden, weight, tensors[2], grad_weight_into=into, **options
         ).backward()
         sums.append(into)
     assert len(recordings()) == 2
@@ -545,7 +557,11 @@ def on_a_rank(group: Any, place: Place, way: str, slices: bool) -> list[list[Ten
 
 
 @pytest.mark.parametrize(
-    ("way", "slices"), [("filtered", True), ("screened", False), ("distillation", True)]
+    ("way", "slices"),
+    [
+        *(("filtered", True), ("screened", False), ("distillation", True)),
+        *(("in_forward", False), ("three products", True)),
+    ],
 )
 def test_ranks_play_their_collectives(pools: dict[int, RankPool], way: str, slices: bool) -> None:
     for results in pools[2].run(2, on_a_rank, TRITON_PLACES[0], way, slices):
