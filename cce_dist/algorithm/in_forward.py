@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -107,7 +107,8 @@ def _concatenated(chunks: list[Stats]) -> Stats:
     """Joins the statistics of consecutive chunks of tokens."""
     if len(chunks) == 1:
         return chunks[0]
-    return chunks[0].unpack(torch.cat([chunk.pack() for chunk in chunks], dim=1))
+    names = [field.name for field in fields(Stats) if getattr(chunks[0], field.name) is not None]
+    return Stats(**{name: torch.cat([getattr(x, name) for x in chunks]) for name in names})
 
 
 def backward(
