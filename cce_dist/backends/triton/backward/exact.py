@@ -67,7 +67,6 @@ def products_of_every_column(state: BackwardState, grads: GradBuffers) -> Callab
     # A row of 16 bytes for each launch: pointers are aligned alike, so one binary serves all.
     queues = torch.zeros(len(regions) + 1, 4, dtype=torch.int32, device=weight.device)
     last = len(regions) - 1
-    of_target = d_logits_of_targets(state)
 
     def launch(stage: int) -> None:
         if stage == AFTER_HIDDEN:
@@ -75,7 +74,7 @@ def products_of_every_column(state: BackwardState, grads: GradBuffers) -> Callab
             _dds_and_dsd(state, grads, hidden, region, queue, stage, is_first=last == 0)
             return
         for index, region in enumerate(regions):
-            launch_d_logits(state, hidden, region, of_target)
+            launch_d_logits(state, hidden, region)
             stage_of_chunk = stage if index == last else ALL
             is_first = index == 0
             _dds_and_dsd(
@@ -145,17 +144,24 @@ def _blocks_of_bad_ref(state: BackwardState, ref: Tensor) -> Tensor:
     return bad_ref
 
 
-def d_logits_of_targets(state: BackwardState) -> Tensor:
-    """Returns [N_padded] fp32 in the order of the blocks, from the forward's logits."""
+def launch_d_logits(state: BackwardState, hidden: Tensor, region: Region) -> None:
+    """Puts d_logits of the region's columns into its memory.
+
+    Args: hidden: [N_padded, D] packed, in the order of the blocks.
+    """
+    bad_ref = None if region.ref is None else _blocks_of_bad_ref(state, region.ref)
+    if bad_ref is not None:
+        _launch_logits(state, hidden, region, bad_ref, has_logits=True)
+    _launch_logits(state, hidden, region, bad_ref)
     head, per_token = state.head, state.per_token
-    padded = state.num_blocks * TOKEN_BLOCK
-    of_target = state.weight.new_empty(padded, dtype=torch.float32)
     start(exact_targets_kernel, (state.num_blocks,))(
+        workspace_ptr=region.memory,
         class_weight_ptr=state.or_dummy(head.class_weight),
         target_ptr=per_token.targets,
         upstream_ptr=per_token.factors,
-        of_target_ptr=of_target,
-        N=padded,
+        first_column=region.first_column,
+        num_columns=region.num_columns,
+        N=region.memory.shape[1],
         scale=per_token.scale,
         softcap=head.softcap or 1.0,
         BLOCK_N=TOKEN_BLOCK,
@@ -165,27 +171,12 @@ def d_logits_of_targets(state: BackwardState) -> Tensor:
         HAS_SMOOTH=state.has_smooth,
         HAS_CLASS_WEIGHT=head.class_weight is not None,
     )
-    return of_target
-
-
-def launch_d_logits(
-    state: BackwardState,
-    hidden: Tensor,  # [N_padded, D] packed, in the order of the blocks
-    region: Region,
-    of_target: Tensor,  # of `d_logits_of_targets`
-) -> None:
-    """Puts d_logits of the region's columns into its memory."""
-    bad_ref = None if region.ref is None else _blocks_of_bad_ref(state, region.ref)
-    if bad_ref is not None:
-        _launch_logits(state, hidden, region, of_target, bad_ref, has_logits=True)
-    _launch_logits(state, hidden, region, of_target, bad_ref)
 
 
 def _launch_logits(
     state: BackwardState,
     hidden: Tensor,
     region: Region,
-    of_target: Tensor,
     bad_ref: Tensor | None,
     *,
     has_logits: bool = False,
@@ -201,8 +192,7 @@ def _launch_logits(
         workspace_ptr=region.memory, logit_ptr=region.as_logits(),
         ref_ptr=state.or_dummy(region.ref), bad_ref_ptr=state.or_dummy(bad_ref),
         bias_ptr=state.or_dummy(head.bias), class_weight_ptr=state.or_dummy(head.class_weight),
-        target_ptr=per_token.targets, of_target_ptr=of_target, count_ptr=state.count,
-        upstream_ptr=per_token.factors, first_column=region.first_column,
+        count_ptr=state.count, upstream_ptr=per_token.factors, first_column=region.first_column,
         num_columns=region.num_columns,
         cached_blocks=cached_blocks(weight, weight.element_size()), N=region.memory.shape[1],
         V=weight.shape[0], D=weight.shape[1], stride_hn=hidden.stride(0),

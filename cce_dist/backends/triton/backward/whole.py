@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cce_dist.backends.triton.backward.exact import d_logits_of_targets, launch_d_logits
+from cce_dist.backends.triton.backward.exact import launch_d_logits
 from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.launch.tiles import AFTER_HIDDEN, UNTIL_HIDDEN
 
@@ -30,7 +30,7 @@ def products_by_torch(state: BackwardState, grads: GradBuffers) -> Callable[[int
 
     def launch(stage: int) -> None:
         if stage != AFTER_HIDDEN:
-            launch_d_logits(state, hidden, region, d_logits_of_targets(state))
+            launch_d_logits(state, hidden, region)
             if grads.hidden is not None:
                 of_tokens = d_logits[:, : state.num_tokens].T
                 _multiply(of_tokens, state.weight, grads.hidden[0], accumulate=False)

@@ -43,41 +43,6 @@ def d_logits(
 
 
 @triton.jit
-def exact_targets_kernel(
-    class_weight_ptr,  # [V]
-    target_ptr,  # [N] int32, -1: none here
-    upstream_ptr,  # [7, N]: see `exact_logits_kernel`
-    of_target_ptr,  # [N] fp32: out
-    N,
-    scale,
-    softcap,
-    BLOCK_N: tl.constexpr,
-    WIDE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-    HAS_SMOOTH: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-):
-    """Computes d_logits of the targets, from the forward's logits."""
-    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    target = tl.load(target_ptr + token)
-    upstream_ptrs = upstream_ptr + token
-    z = tl.load(upstream_ptrs + 6 * N)
-    slope = 1.0
-    if HAS_SOFTCAP:
-        slope = slope_at(z, scale_of(scale, token), softcap)
-    of_class = 1.0
-    if HAS_CLASS_WEIGHT:
-        of_class = tl.load(class_weight_ptr + target, mask=target >= 0, other=0.0)
-    grad = d_logits(
-        z - tl.load(upstream_ptrs + 5 * N), slope, tl.load(upstream_ptrs),
-        tl.load(upstream_ptrs + 2 * N), tl.load(upstream_ptrs + 3 * N),
-        tl.load(upstream_ptrs + 4 * N), of_class, WIDE, HAS_ENTROPY, HAS_SMOOTH,
-    )  # fmt: skip
-    tl.store(of_target_ptr + token, grad - tl.load(upstream_ptrs + N) * slope)
-
-
-@triton.jit
 def logits_task(
     block,  # of tokens
     tile,  # of the chunk's columns
@@ -89,8 +54,6 @@ def logits_task(
     ref_ptr,
     bias_ptr,
     class_weight_ptr,
-    target_ptr,
-    of_target_ptr,
     upstream_ptr,
     first_column,
     N,
@@ -162,8 +125,6 @@ def logits_task(
     )  # fmt: skip
     if first_column + tile * BLOCK_V + BLOCK_V > V:
         grad = tl.where((column < V)[:, None], grad, 0.0)
-    is_target = column[:, None] == tl.load(target_ptr + token)[None, :]
-    grad = tl.where(is_target, tl.load(of_target_ptr + token)[None, :], grad)
     grad = grad.to(workspace_ptr.dtype.element_ty)
     if USE_TMA and not HAS_LOGITS:
         workspace.store([tile * BLOCK_V, block * BLOCK_N], grad)
@@ -212,8 +173,6 @@ def exact_logits_kernel(
     # if there is such a block
     bias_ptr,  # [V]
     class_weight_ptr,  # [V]
-    target_ptr,  # [N] int32, -1: none here
-    of_target_ptr,  # [N] fp32: of `exact_targets_kernel`
     count_ptr,  # [1] int32
     upstream_ptr,  # [7, N]: probability, target, entropy; entropy; mean; lse and target's z in log2
     first_column,
@@ -241,7 +200,7 @@ def exact_logits_kernel(
     HAS_CLASS_WEIGHT: tl.constexpr,
     EVERY_BLOCK: tl.constexpr,  # blocks that don't count get d_logits of 0
 ):
-    """Computes SDD: d_logits of a chunk, for all token blocks that count.
+    """Computes SDD: d_logits of a chunk, except the targets', for all token blocks that count.
 
     Programs that run at the same time share a few tiles of the weight, and no more token blocks
     than the cache holds.
@@ -262,17 +221,16 @@ def exact_logits_kernel(
             if (tl.load(bad_ref_ptr + block) != 0) == ONLY_BAD_REF:
                 logits_task(
                     block, tile, hidden, weight, workspace, workspace_ptr, logit_ptr, ref_ptr,
-                    bias_ptr, class_weight_ptr, target_ptr, of_target_ptr, upstream_ptr,
-                    first_column, N, V, D, stride_hn, stride_wv, scale, softcap, BLOCK_N, BLOCK_V,
-                    BLOCK_D, USE_TMA, PRECISION, WIDE, HAS_LOGITS, HAS_BIAS, HAS_SOFTCAP,
-                    HAS_ENTROPY, HAS_SMOOTH, HAS_CLASS_WEIGHT,
+                    bias_ptr, class_weight_ptr, upstream_ptr, first_column, N, V, D, stride_hn,
+                    stride_wv, scale, softcap, BLOCK_N, BLOCK_V, BLOCK_D, USE_TMA, PRECISION, WIDE,
+                    HAS_LOGITS, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, HAS_SMOOTH, HAS_CLASS_WEIGHT,
                 )  # fmt: skip
         else:
             logits_task(
                 block, tile, hidden, weight, workspace, workspace_ptr, logit_ptr, ref_ptr, bias_ptr,
-                class_weight_ptr, target_ptr, of_target_ptr, upstream_ptr, first_column, N, V, D,
-                stride_hn, stride_wv, scale, softcap, BLOCK_N, BLOCK_V, BLOCK_D, USE_TMA, PRECISION,
-                WIDE, HAS_LOGITS, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, HAS_SMOOTH, HAS_CLASS_WEIGHT,
+                class_weight_ptr, upstream_ptr, first_column, N, V, D, stride_hn, stride_wv, scale,
+                softcap, BLOCK_N, BLOCK_V, BLOCK_D, USE_TMA, PRECISION, WIDE, HAS_LOGITS, HAS_BIAS,
+                HAS_SOFTCAP, HAS_ENTROPY, HAS_SMOOTH, HAS_CLASS_WEIGHT,
             )  # fmt: skip
     if EVERY_BLOCK:
         others = N // BLOCK_N - num_blocks
@@ -282,3 +240,44 @@ def exact_logits_kernel(
             place = workspace_ptr + local.to(tl.int64)[:, None] * N + token[None, :]
             nothing = tl.zeros((BLOCK_V, BLOCK_N), workspace_ptr.dtype.element_ty)
             tl.store(place, nothing, mask=(local < num_columns)[:, None])
+
+
+@triton.jit(do_not_specialize=["first_column", "num_columns"])
+def exact_targets_kernel(
+    workspace_ptr,  # [columns, N]: out
+    class_weight_ptr,  # [V]
+    target_ptr,  # [N] int32, -1: none here
+    upstream_ptr,  # [7, N]: see `exact_logits_kernel`
+    first_column,
+    num_columns,
+    N,
+    scale,
+    softcap,
+    BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    HAS_SMOOTH: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+):
+    """Computes d_logits of the targets among the chunk's columns, from the forward's logits."""
+    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    target = tl.load(target_ptr + token)
+    local = target - first_column
+    here = (target >= 0) & (local >= 0) & (local < num_columns)
+    upstream_ptrs = upstream_ptr + token
+    z = tl.load(upstream_ptrs + 6 * N)
+    slope = 1.0
+    if HAS_SOFTCAP:
+        slope = slope_at(z, scale_of(scale, token), softcap)
+    of_class = 1.0
+    if HAS_CLASS_WEIGHT:
+        of_class = tl.load(class_weight_ptr + target, mask=here, other=0.0)
+    grad = d_logits(
+        z - tl.load(upstream_ptrs + 5 * N), slope, tl.load(upstream_ptrs),
+        tl.load(upstream_ptrs + 2 * N), tl.load(upstream_ptrs + 3 * N),
+        tl.load(upstream_ptrs + 4 * N), of_class, WIDE, HAS_ENTROPY, HAS_SMOOTH,
+    )  # fmt: skip
+    grad -= tl.load(upstream_ptrs + N) * slope
+    place = workspace_ptr + local.to(tl.int64) * N + token
+    tl.store(place, grad.to(workspace_ptr.dtype.element_ty), mask=here)
