@@ -23,8 +23,6 @@ from cce_dist.ranks.transport import group_size
 # The most chunks whose weight gradients add up in 16 bits. Each addition rounds the sum so far:
 # docs/design/loss.md#in_forward.
 MOST_ROUNDINGS = 12
-
-
 # Merged statistics of the tokens in a slice -> their share of the scalar loss, its derivatives.
 Objective = Callable[[Stats, slice], tuple[Tensor, Upstream]]
 
@@ -48,6 +46,8 @@ class Computed:
 
 
 class Forward(NamedTuple):
+    """The results of `forward`."""
+
     loss: Tensor  # []
     stats: Stats  # over the whole vocabulary, [N] each
     tail_mass: Tensor | None  # [N]; None without `Call.tail_mass`

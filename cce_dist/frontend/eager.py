@@ -235,7 +235,7 @@ def backward(
     loss's backward."""
     saved = put_together(frame.saved, iter(packed.unpacked()))
     if isinstance(once, Computed):
-        return _scaled(saved, frame.needs, inputs, once, grads, grad_weight_into)
+        return _by_one_pass(saved, frame.needs, inputs, once, grads, grad_weight_into)
     return _by_two_pass(saved, frame.needs, inputs, once, grads, grad_weight_into)
 
 
@@ -286,7 +286,7 @@ def _by_two_pass(
     return by_hidden, out.weight, out.bias, by_token_weight, by_temperature
 
 
-def _scaled(
+def _by_one_pass(
     saved: SavedInForward,
     needs: Differentiated,
     inputs: DifferentiatedInputs,
