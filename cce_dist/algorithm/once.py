@@ -1,4 +1,4 @@
-"""What the loss's backwards have in common: outside of autocast, and differentiable once."""
+"""Decorators of the loss's backwards: outside of autocast, and differentiable once."""
 
 from __future__ import annotations
 
@@ -27,14 +27,6 @@ def outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *grads)
 
     return wrapper
-
-
-def no_forward_mode(ctx: Any, *tangents: Tensor | None):
-    """The jvp of the loss's autograd functions."""
-    raise RuntimeError(
-        "linear_cross_entropy has no forward-mode derivative (torch.autograd.forward_ad): use "
-        "backward() or torch.autograd.grad, or dense logits"
-    )
 
 
 class _Once(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch._C._autograd import (
 from cce_dist.algorithm import in_forward, two_pass
 from cce_dist.algorithm.call import Call, require_in_memory
 from cce_dist.algorithm.in_forward import Computed, Objective
-from cce_dist.algorithm.once import no_forward_mode, once_differentiable, without_autocast
+from cce_dist.algorithm.once import once_differentiable, without_autocast
 from cce_dist.algorithm.saved import put_together, take_apart
 from cce_dist.algorithm.two_pass import Needs, Once, State, plain_outputs
 from cce_dist.backends.choose import plays, repeated
@@ -75,7 +75,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class SavedInForward:
-    """The same of gradient="in_forward"."""
+    """The tensors and options of a backward of gradient="in_forward"."""
 
     call: Call
     terms: TokenLoss
@@ -317,10 +317,17 @@ _forward = repeated(forward)
 _backward = repeated(backward, consume=lambda *args: args[3].clear(), comes_again=True)
 
 
+def _no_forward_mode(ctx: Any, *tangents: Tensor | None):
+    raise RuntimeError(
+        "linear_cross_entropy has no forward-mode derivative (torch.autograd.forward_ad): use "
+        "backward() or torch.autograd.grad, or dense logits"
+    )
+
+
 class _Results(torch.autograd.Function):
     """The results of a forward, as functions of its inputs."""
 
-    jvp = staticmethod(no_forward_mode)
+    jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(
