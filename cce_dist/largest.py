@@ -57,7 +57,7 @@ def largest_logits(
     )
     for name, tensor in {"hidden": hidden, "weight": weight, "bias": bias}.items():
         require_plain(name, tensor)
-    validation.require_plain_call(weight)
+    validation.require_plain_call(weight, hidden, bias)
     hidden, weight = cast_by_autocast(arrived(hidden), arrived(weight))
     validation.check_hidden_and_weight(hidden, weight)
     validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)

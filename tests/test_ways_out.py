@@ -24,6 +24,7 @@ from cce_dist import (
     Screen,
     largest_logits,
     linear_cross_entropy,
+    linear_distillation,
     token_logprobs,
 )
 from cce_dist.testing import RankPool, shared_pool
@@ -264,15 +265,32 @@ def test_transforms_are_refused(transform: str) -> None:
         TRANSFORMS[transform](hidden, weight)
 
 
-@pytest.mark.parametrize("gradient", ["filtered", "in_forward"])
-def test_forward_mode_is_refused(gradient: Any) -> None:
-    hidden, weight = torch.randn(N, D), torch.randn(V, D, requires_grad=True)
+FORWARD_MODE: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "filtered": loss_of,
+    "in_forward": lambda h, w: linear_cross_entropy(h, w, torch.arange(N), gradient="in_forward"),
+    "logprobs": lambda h, w: token_logprobs(h, w, torch.arange(N)),
+    "largest": lambda h, w: largest_logits(h, w),
+    "distillation": lambda h, w: linear_distillation(h, w, h.detach(), w.detach()),
+}
+
+
+# Without a gradient, too: kernels would return a loss that has lost its tangent.
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("of", ["hidden", "weight"])
+@pytest.mark.parametrize("function", FORWARD_MODE)
+def test_forward_mode_is_refused(function: str, of: str, needs_grad: bool) -> None:
+    hidden, weight = torch.randn(N, D), torch.randn(V, D)
     with (
         forward_ad.dual_level(),
         pytest.raises(RuntimeError, match=r"no forward-mode derivative.*torch.autograd.grad"),
     ):
-        dual = forward_ad.make_dual(hidden, hidden)
-        linear_cross_entropy(dual, weight, torch.arange(N), gradient=gradient)
+        if of == "hidden":
+            hidden = forward_ad.make_dual(hidden, hidden)
+            weight.requires_grad_(needs_grad)
+        else:
+            weight = forward_ad.make_dual(weight, weight)
+            hidden.requires_grad_(needs_grad)
+        FORWARD_MODE[function](hidden, weight)
 
 
 def test_functional_call_without_a_transform() -> None:

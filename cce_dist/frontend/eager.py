@@ -317,17 +317,8 @@ _forward = repeated(forward)
 _backward = repeated(backward, consume=lambda *args: args[3].clear(), comes_again=True)
 
 
-def _no_forward_mode(ctx: Any, *tangents: Tensor | None):
-    raise RuntimeError(
-        "linear_cross_entropy has no forward-mode derivative (torch.autograd.forward_ad): use "
-        "backward() or torch.autograd.grad, or dense logits"
-    )
-
-
 class _Results(torch.autograd.Function):
     """The results of a forward, as functions of its inputs."""
-
-    jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(

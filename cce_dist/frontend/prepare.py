@@ -62,7 +62,7 @@ def enter(
         parts = local_parts(inputs, options, group, vocab_shard)
         inputs, options = parts.inputs, parts.options
         group, vocab_shard = parts.group, parts.vocab_shard
-    validation.require_plain_call(inputs.weight)
+    validation.require_plain_call(inputs.weight, *inputs)
     hidden, weight = cast_by_autocast(arrived(inputs.hidden), arrived(inputs.weight))
     inputs = Inputs(hidden, weight, *inputs[2:])
     return Entered(inputs, options, group, vocab_shard, parts)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from cce_dist.core.tracing import is_fake, is_traced
 from cce_dist.core.types import accumulate_dtype
@@ -47,8 +48,9 @@ def require_values(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must hold values, got {kind}, which has none")
 
 
-def require_plain_call(weight: object) -> None:
-    """Checks before any read of a tensor: no transform is active, and weight is in memory."""
+def require_plain_call(weight: object, *others: object) -> None:
+    """Checks before any read of a tensor: no transform is active, none of these tensors has a
+    tangent, and weight is in memory."""
     if torch.compiler.is_compiling():
         # The compiler itself refuses transforms, and its tensors have no memory.
         return
@@ -57,6 +59,11 @@ def require_plain_call(weight: object) -> None:
             "linear_cross_entropy must be called outside of torch.func's transforms (grad, vmap, "
             "jvp, jacrev, ...), for which its autograd functions have no rules: take gradients by "
             "backward() or torch.autograd.grad, and write vmap's batch as a loop"
+        )
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, (weight, *others))):
+        raise RuntimeError(
+            "linear_cross_entropy has no forward-mode derivative (torch.autograd.forward_ad): use "
+            "backward() or torch.autograd.grad, or dense logits"
         )
     if not isinstance(weight, Tensor) or weight.layout != torch.strided or weight.is_nested:
         return
@@ -67,6 +74,10 @@ def require_plain_call(weight: object) -> None:
             f"weight must be in memory, got a tensor of shape {list(weight.shape)} whose memory "
             f"was freed, as FSDP does outside of a forward: {_BY_FSDP}"
         )
+
+
+def _has_tangent(value: object) -> bool:
+    return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
 
 _BY_FSDP = (
