@@ -16,6 +16,8 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
+import triton
+import triton.language as tl
 from triton import knobs
 
 from cce_dist import LossOptions, VocabShard, linear_cross_entropy
@@ -23,7 +25,7 @@ from cce_dist.ahead.calls import HeadCalls
 from cce_dist.ahead.compile import compile_ahead
 from cce_dist.ahead.stand_in import DEVICES, Device, stand_in, tensors_without_memory
 from cce_dist.backends.triton import warm_up
-from cce_dist.backends.triton.launch.start import compile_only
+from cce_dist.backends.triton.launch.start import compile_only, start
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.cli.main import app
 
@@ -118,18 +120,37 @@ class Picks:
         pick_on_device(torch.empty(256, dtype=torch.int64), -100, VocabShard(0, 5000, 5000))
 
 
-def compile_twice(cache: Path) -> list[dict[str, Any]]:
-    """Returns the reports of two compilations through all stages, and of one for a small GPU."""
-    device, calls = DEVICES[80], cast("HeadCalls", Picks())
-    devices = (device, device, replace(device, shared_bytes=0))
-    reports = [compile_ahead(calls, each, cache) for each in devices]
-    return [asdict(report) for report in reports]
+@triton.jit
+def wrong_kernel(out_ptr):
+    tl.store(out_ptr, no_such_name)  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+
+
+class WrongPicks(Picks):
+    """With a kernel that has an error."""
+
+    def make(self) -> None:
+        start(wrong_kernel, (1,))(torch.empty(1))
+        super().make()
+
+
+def compile_four_times(cache: Path) -> list[dict[str, Any]]:
+    """Returns the reports of two compilations through all stages, of one for a small GPU, and of
+    one with an error."""
+    device = DEVICES[80]
+    devices = (device, device, replace(device, shared_bytes=0), device)
+    calls = (Picks(), Picks(), Picks(), WrongPicks())
+    return [
+        asdict(compile_ahead(cast("HeadCalls", call), each, cache))
+        for call, each in zip(calls, devices, strict=True)
+    ]
 
 
 def check(cache: str) -> None:
     """Prints what a machine without a GPU can tell."""
     compared = {kind: compare(calls) for kind, calls in KINDS.items()}
-    print(json.dumps({"compared": compared, "twice": compile_twice(Path(cache))}, default=str))
+    print(
+        json.dumps({"compared": compared, "reports": compile_four_times(Path(cache))}, default=str)
+    )
 
 
 def run_command(*arguments: str) -> None:

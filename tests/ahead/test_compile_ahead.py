@@ -63,7 +63,7 @@ def test_the_same_is_asked_for_ahead_and_in_a_job(
 
 
 def test_a_second_compilation_finds_all_in_the_cache(checked: tuple[dict[str, Any], Path]) -> None:
-    (first, second, small), cache = checked[0]["twice"], checked[1]
+    (first, second, small, wrong), cache = checked[0]["reports"], checked[1]
     names = ["count_kernel", "place_kernel", "require_in_range_kernel"]
     for report, cached in ((first, False), (second, True)):
         assert sorted(each["kernel"] for each in report["binaries"]) == names
@@ -75,6 +75,10 @@ def test_a_second_compilation_finds_all_in_the_cache(checked: tuple[dict[str, An
         assert each["bytes"] == sum(path.stat().st_size for path in folder.iterdir())
     # A kernel that does not fit the GPU is named.
     assert "place_kernel" in small["failed"] and "shared memory" in small["failed"]["place_kernel"]
+    # So is a kernel that does not compile; the others are there.
+    assert list(wrong["failed"]) == ["wrong_kernel"]
+    assert "no_such_name" in wrong["failed"]["wrong_kernel"]
+    assert sorted(each["kernel"] for each in wrong["binaries"]) == names
     assert bool(list(cache.rglob("__triton_launcher*"))) == (why_no_launchers() is None)
     assert bool(list(cache.rglob("cce_dist_batch*"))) == (compiler() is not None)
 

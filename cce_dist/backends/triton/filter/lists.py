@@ -40,8 +40,9 @@ class Lists:
     draws: bool
     order: Tensor  # [at least num_tiles * TILE] int32, 0 beyond the columns
     starts: Tensor  # [num_blocks + 2, num_tiles + 1] int32: entries before a tile, see tiles_kernel
+    bits: Tensor  # [num_tiles, 1 + draws, TILE // 32, num_blocks] int32: see tiles_kernel
     blocks: Tensor  # [num_tiles, num_blocks] int32: blocks that keep a column of the tile
-    position: Tensor  # [num_tiles, num_blocks] int16: a block's place among these
+    position: Tensor  # [num_tiles, num_blocks] int16: a block's place among these, or -1
     num_blocks: Tensor  # [num_tiles] int32: the number of these
     num_active: Tensor  # [1] int32: tiles up to the last one with a kept column
     first: Tensor  # [max_chunks + 1] int32: the first tile of a chunk
@@ -60,6 +61,7 @@ class Lists:
         step, segment = tiles_for(weight).backward_dims, tiles_for(weight).pair * TILE
         # Bytes of the tensors below.
         tables = 8 * (num_blocks + 2) * (num_tiles + 1) + (6 * num_blocks + 4 * TILE) * num_tiles
+        tables += (1 + draws) * TILE // 8 * num_blocks * num_tiles
         tables += 64 * num_blocks * TOKEN_BLOCK
         max_rows, max_pairs = chunk_bounds(weight, num_blocks, num_tiles, room - tables)
         windows = max_rows - (TILE + step) * num_blocks, max_pairs - num_blocks
@@ -76,6 +78,7 @@ class Lists:
             draws=draws,
             order=_order_of(marks, num_blocks, tallies, draws),
             starts=counts,
+            bits=int32(num_tiles, 1 + draws, TILE // 32, num_blocks),
             blocks=int32(num_tiles, num_blocks),
             position=torch.empty(num_tiles, num_blocks, dtype=torch.int16, device=weight.device),
             num_blocks=int32(num_tiles),
@@ -93,6 +96,7 @@ class Lists:
             marks.drawn,
             lists.order,
             counts,
+            lists.bits,
             lists.blocks,
             lists.position,
             lists.num_blocks,

@@ -81,6 +81,21 @@ def reciprocal(x):
 
 
 @triton.jit
+def ones_in(bits):
+    """Counts the ones among 32 bits."""
+    if IS_INTERPRETED:
+        x = bits.to(tl.uint32, bitcast=True)
+        x -= (x >> 1) & 0x55555555
+        x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+        x = (x + (x >> 4)) & 0x0F0F0F0F
+        return ((x * 0x01010101) >> 24).to(tl.int32)
+    else:
+        return tl.inline_asm_elementwise(
+            "popc.b32 $0, $1;", "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def softcapped(x, softcap, WIDE: tl.constexpr):
     """Turns x = E . C + bias into (z over logit_scale, softcap'(z))."""
     t = tanh(x / softcap) if WIDE or IS_INTERPRETED else near_tanh(x * (1.0 / softcap))

@@ -37,6 +37,7 @@ class Compilation:
 
     name: str
     result: Any  # a CompiledKernel, or its FutureKernel
+    future: Future[Any] | None  # of a FutureKernel, which forgets it after an error
     error: Exception | None = None  # of the compilation, or of the load; known when both are done
 
     @property
@@ -48,7 +49,7 @@ class Compilation:
     def finish(self, device: torch.device) -> None:
         """Loads the kernel, unless it is loaded, and notes what went wrong."""
         if self.kernel is None:
-            self.error = self.result and self.result.future.exception()
+            self.error = self.future and self.future.exception()
             return
         try:
             _load(self.kernel, device)
@@ -82,7 +83,9 @@ class _LongestFirst(Executor):
 
     def compile(self, kernel: Any, *args: object, **named: object) -> None:
         self.place = LONGEST.index(kernel.__name__) if kernel.__name__ in LONGEST else len(LONGEST)
-        self.compilations.append(Compilation(kernel.__name__, kernel.warmup(*args, **named)))
+        result = kernel.warmup(*args, **named)
+        future = result.future if isinstance(result, triton.FutureKernel) else None
+        self.compilations.append(Compilation(kernel.__name__, result, future))
 
     def submit(self, fn: Callable[..., Any], /, *args: object, **named: object) -> Future[Any]:
         result: Future[Any] = Future()

@@ -52,12 +52,11 @@ def filtered_kernel(
     upstream_ptr,  # [7, num_blocks * TOKENS]: see `exact_logits_kernel`
     grad_scale_ptr,  # [1] fp32: power of two by which `upstream_ptr` was divided
     seed_ptr,  # [1] int32
-    kept_ptr,  # [V, words] int64
-    drawn_ptr,  # [V, words] int64
+    bits_ptr,  # [num_tiles, 1 + HAS_DRAWN, TILE // 32, num_blocks] int32: see `tiles_kernel`
     order_ptr,  # [num_tiles * TILE] int32
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     blocks_ptr,  # [num_tiles, num_blocks] int32
-    position_ptr,  # [num_tiles, num_blocks] int16
+    position_ptr,  # [num_tiles, num_blocks] int16, -1 where the block keeps none
     num_blocks_ptr,  # [num_tiles] int32
     num_active_ptr,  # [1] int32
     first_ptr,  # [max_chunks + 1] int32
@@ -219,8 +218,8 @@ def filtered_kernel(
                         )  # fmt: skip
                 else:
                     list_task(
-                        task - num_dds - num_dsd, first, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
-                        base_ptr + at, entries_ptr + other, V, num_tiles, num_blocks, words, TILE,
+                        task - num_dds - num_dsd, first, bits_ptr, order_ptr, starts_ptr,
+                        base_ptr + at, entries_ptr + other, num_tiles, num_blocks, words, TILE,
                         HAS_DRAWN,
                     )  # fmt: skip
                 task = tl.atomic_add(queue_ptr + phase, 1)
@@ -242,9 +241,8 @@ def filtered_kernel(
                     )  # fmt: skip
                 else:
                     pair_task(
-                        task - num_sdd, first, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
-                        base_ptr + at, position_ptr, pair_rows_ptr, max_rows, V, num_tiles,
-                        num_blocks, words, TILE, HAS_DRAWN,
+                        task - num_sdd, first, bits_ptr, starts_ptr, base_ptr + at, position_ptr,
+                        pair_rows_ptr, max_rows, num_tiles, num_blocks, words, TILE, HAS_DRAWN,
                     )  # fmt: skip
                 task = tl.atomic_add(queue_ptr + phase, 1)
         arrive(arrived_ptr, USE_TMA, IS_INTERPRETED)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from cce_dist.backends.triton.kernels.forward.shares import launch_of
+from cce_dist.backends.triton.kernels.numbers import ones_in
 
 
 @triton.jit
@@ -127,6 +128,16 @@ def marks_kernel(
             drawn = tl.zeros((BLOCK_V,), tl.int64)
 
 
+@triton.jit
+def bits_of_blocks(words, TILE: tl.constexpr):
+    """Turns a bit of 64 token blocks for each column, [TILE] int64, into a bit of 32 columns for
+    each block, [TILE // 32, 64] int32."""
+    block = tl.arange(0, 64).to(tl.int64)
+    place = tl.arange(0, TILE) % 32
+    bits = ((words[:, None] >> block[None, :]) & 1).to(tl.int32) << place[:, None]
+    return tl.sum(tl.reshape(bits, (TILE // 32, 32, 64)), 1)
+
+
 @triton.jit(do_not_specialize=["num_blocks", "words"])
 def tiles_kernel(
     kept_ptr,  # [V, words] int64
@@ -134,8 +145,10 @@ def tiles_kernel(
     order_ptr,  # [num_tiles * TILE] int32: columns by `key_kernel`; any column beyond V
     counts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: entries of each block's list, of all
     # blocks', and of blocks that keep a column, in column tile + 1; zeros: out
+    bits_ptr,  # [num_tiles, 1 + HAS_DRAWN, TILE // 32, num_blocks] int32: a bit of a column that
+    # the block keeps; with HAS_DRAWN, also that it keeps or draws: out
     blocks_ptr,  # [num_tiles, num_blocks] int32: blocks that keep a column: out
-    position_ptr,  # [num_tiles, num_blocks] int16: its inverse: out
+    position_ptr,  # [num_tiles, num_blocks] int16: its inverse, -1 elsewhere: out
     num_blocks_ptr,  # [num_tiles] int32: their number: out
     num_active_ptr,  # [1] int32, 0: tiles up to the last one that a block keeps: out
     V,
@@ -153,23 +166,32 @@ def tiles_kernel(
     word_ptrs = column.to(tl.int64) * words
     list_ptr = blocks_ptr + tile.to(tl.int64) * num_blocks
     inverse_ptr = position_ptr + tile.to(tl.int64) * num_blocks
+    part = tl.arange(0, TILE // 32)
+    size = TILE // 32 * num_blocks
+    bits_ptr += tile.to(tl.int64) * ((1 + HAS_DRAWN) * size)
     column_of_counts = counts_ptr + tile + 1
     stride = num_tiles + 1
     lane = tl.arange(0, 64)
     num_keeping = 0
     total = 0
     for word in range(words):
+        block = word * 64 + lane
+        bits_ptrs = bits_ptr + part[:, None] * num_blocks + block[None, :]
+        inside = (block < num_blocks)[None, :]
         kept = tl.load(kept_ptr + word_ptrs + word, mask=at < V, other=0)
-        has = tl.max((kept[:, None] >> lane.to(tl.int64)[None, :]) & 1, 0).to(tl.int32)
+        bits = bits_of_blocks(kept, TILE)
+        tl.store(bits_ptrs, bits, mask=inside)
+        has = tl.max((bits != 0).to(tl.int32), 0)
         place = num_keeping + tl.cumsum(has, 0) - has
-        tl.store(list_ptr + place, word * 64 + lane, mask=has > 0)
-        tl.store(inverse_ptr + word * 64 + lane, place.to(tl.int16), mask=has > 0)
+        tl.store(list_ptr + place, block, mask=has > 0)
+        place = tl.where(has > 0, place, -1).to(tl.int16)
+        tl.store(inverse_ptr + block, place, mask=block < num_blocks)
         num_keeping += tl.sum(has, 0)
         if HAS_DRAWN:
             kept |= tl.load(drawn_ptr + word_ptrs + word, mask=at < V, other=0)
-        listed = (kept[:, None] >> lane.to(tl.int64)[None, :]) & 1
-        number = tl.sum(listed.to(tl.int32), 0)
-        block = word * 64 + lane
+            bits = bits_of_blocks(kept, TILE)
+            tl.store(bits_ptrs + size, bits, mask=inside)
+        number = tl.sum(ones_in(bits), 0)
         tl.store(column_of_counts + block * stride, number, mask=number > 0)
         total += tl.sum(number, 0)
     tl.store(num_blocks_ptr + tile, num_keeping)
@@ -263,56 +285,56 @@ def chunks_kernel(
 
 
 @triton.jit
-def listed_columns(
-    tile,
-    word,
+def blocks_of(
+    task,
     first_tile,  # of the chunk
-    kept_ptr,  # [V, words] int64
-    drawn_ptr,  # [V, words] int64
-    order_ptr,  # [num_tiles * TILE] int32
+    bits_ptr,  # [num_tiles, 1 + HAS_DRAWN, TILE // 32, num_blocks] int32: see `tiles_kernel`
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
-    V,
     num_tiles,
     num_blocks,
     words,
     TILE: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """Returns the tile's columns, [TILE]; and [TILE, 64] int32 each: whether a block of the word
-    keeps the column, whether it lists the column, and the entry's row if it does."""
-    at = tile * TILE + tl.arange(0, TILE)
-    column = tl.load(order_ptr + at)
-    word_ptrs = column.to(tl.int64) * words + word
-    kept = tl.load(kept_ptr + word_ptrs, mask=at < V, other=0)
-    either = kept
-    if HAS_DRAWN:
-        either |= tl.load(drawn_ptr + word_ptrs, mask=at < V, other=0)
-    lane = tl.arange(0, 64)
-    bit = lane.to(tl.int64)[None, :]
-    keeps = ((kept[:, None] >> bit) & 1).to(tl.int32)
-    listed = ((either[:, None] >> bit) & 1).to(tl.int32)
-    block = word * 64 + lane
+    """Returns the task's tile and 64 token blocks; where their bits of the tile lie; and the row of
+    each block's first entry."""
+    tile = first_tile + task // words
+    block = task % words * 64 + tl.arange(0, 64)
     inside = block < num_blocks
     of_block = starts_ptr + block * (num_tiles + 1)
     row = tl.load(base_ptr + block, mask=inside, other=0)
     row += tl.load(of_block + tile, mask=inside, other=0)
     row -= tl.load(of_block + first_tile, mask=inside, other=0)
-    return column, keeps, listed, row[None, :] + tl.cumsum(listed, 0) - listed
+    size = (1 + HAS_DRAWN) * (TILE // 32) * num_blocks
+    return tile, block, bits_ptr + tile.to(tl.int64) * size + block, row
+
+
+@triton.jit
+def entries_of(bits_ptrs, inside, row, num_blocks, TILE: tl.constexpr, HAS_DRAWN: tl.constexpr):
+    """Of 64 blocks and 32 columns, [64, 32] int32 each: whether the block keeps the column, whether
+    it lists the column, and the entry's row if it does. And each block's next row, [64]."""
+    kept = tl.load(bits_ptrs, mask=inside, other=0)
+    either = kept
+    if HAS_DRAWN:
+        either = tl.load(bits_ptrs + TILE // 32 * num_blocks, mask=inside, other=0)
+    place = tl.arange(0, 32)[None, :]
+    keeps = (kept[:, None] >> place) & 1
+    listed = (either[:, None] >> place) & 1
+    before = ones_in(either[:, None] & ((1 << place) - 1))
+    return keeps, listed, row[:, None] + before, row + ones_in(either)
 
 
 @triton.jit
 def list_task(
     task,
     first_tile,  # of the chunk
-    kept_ptr,  # [V, words] int64
-    drawn_ptr,  # [V, words] int64
+    bits_ptr,  # [num_tiles, 1 + HAS_DRAWN, TILE // 32, num_blocks] int32: see `tiles_kernel`
     order_ptr,  # [num_tiles * TILE] int32
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
     entries_ptr,  # [rows] int32: the blocks' lists, one after the other; an entry is twice the
     # column, plus 1 where it was drawn: out
-    V,
     num_tiles,
     num_blocks,
     words,
@@ -320,29 +342,32 @@ def list_task(
     HAS_DRAWN: tl.constexpr,
 ):
     """Lists a tile's entries in 64 token blocks' lists of columns."""
-    tile = first_tile + task // words
-    word = task % words
-    column, keeps, listed, row = listed_columns(
-        tile, word, first_tile, kept_ptr, drawn_ptr, order_ptr, starts_ptr, base_ptr, V, num_tiles,
-        num_blocks, words, TILE, HAS_DRAWN,
+    tile, block, bits_ptrs, row = blocks_of(
+        task, first_tile, bits_ptr, starts_ptr, base_ptr, num_tiles, num_blocks, words, TILE,
+        HAS_DRAWN,
     )  # fmt: skip
-    tl.store(entries_ptr + row, 2 * column[:, None] + listed - keeps, mask=listed > 0)
+    inside = block < num_blocks
+    order_ptrs = order_ptr + tile * TILE + tl.arange(0, 32)
+    # A loop, not a wider tensor: the compiler takes as long as the code is.
+    for _ in range(TILE // 32):
+        column = tl.load(order_ptrs)
+        keeps, listed, at, row = entries_of(bits_ptrs, inside, row, num_blocks, TILE, HAS_DRAWN)
+        tl.store(entries_ptr + at, 2 * column[None, :] + listed - keeps, mask=listed > 0)
+        bits_ptrs += num_blocks
+        order_ptrs += 32
 
 
 @triton.jit
 def pair_task(
     task,
     first_tile,  # of the chunk
-    kept_ptr,  # [V, words] int64
-    drawn_ptr,  # [V, words] int64
-    order_ptr,  # [num_tiles * TILE] int32
+    bits_ptr,  # [num_tiles, 1 + HAS_DRAWN, TILE // 32, num_blocks] int32: see `tiles_kernel`
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
     position_ptr,  # [num_tiles, num_blocks] int16
     pair_rows_ptr,  # [pairs, TILE] int32: the workspace's row of each of a tile's columns; a row
     # of zeros where the block doesn't keep the column: out
     zeros_at,  # the first of TILE rows of zeros in the workspace
-    V,
     num_tiles,
     num_blocks,
     words,
@@ -350,18 +375,19 @@ def pair_task(
     HAS_DRAWN: tl.constexpr,
 ):
     """Writes the rows from which DDS of a tile reads the d_logits of 64 token blocks."""
-    tile = first_tile + task // words
-    word = task % words
-    _, keeps, _, row = listed_columns(
-        tile, word, first_tile, kept_ptr, drawn_ptr, order_ptr, starts_ptr, base_ptr, V, num_tiles,
-        num_blocks, words, TILE, HAS_DRAWN,
+    tile, block, bits_ptrs, row = blocks_of(
+        task, first_tile, bits_ptr, starts_ptr, base_ptr, num_tiles, num_blocks, words, TILE,
+        HAS_DRAWN,
     )  # fmt: skip
-    block = word * 64 + tl.arange(0, 64)
-    has = tl.max(keeps, 0) > 0
+    inside = block < num_blocks
+    position_ptrs = position_ptr + tile.to(tl.int64) * num_blocks + block
+    position = tl.load(position_ptrs, mask=inside, other=-1).to(tl.int32)
     pairs_ptr = starts_ptr + (num_blocks + 1) * (num_tiles + 1)
-    pair = tl.load(pairs_ptr + tile) - tl.load(pairs_ptr + first_tile)
-    at_position = position_ptr + tile.to(tl.int64) * num_blocks + block
-    pair += tl.load(at_position, mask=has, other=0).to(tl.int32)
-    local = tl.arange(0, TILE)[:, None]
-    pair_row = tl.where(keeps > 0, row, zeros_at + local)
-    tl.store(pair_rows_ptr + pair[None, :] * TILE + local, pair_row, mask=has[None, :])
+    pair = tl.load(pairs_ptr + tile) - tl.load(pairs_ptr + first_tile) + position
+    place = tl.arange(0, 32)
+    out = pair_rows_ptr + pair[:, None] * TILE + place[None, :]
+    for part in range(TILE // 32):
+        keeps, _, at, row = entries_of(bits_ptrs, inside, row, num_blocks, TILE, HAS_DRAWN)
+        at = tl.where(keeps > 0, at, zeros_at + part * 32 + place[None, :])
+        tl.store(out + part * 32, at, mask=(position >= 0)[:, None])
+        bits_ptrs += num_blocks

@@ -180,8 +180,7 @@ def exact_columns_kernel(
     lse_ptr,  # [N] natural log, of the 8-bit logits
     stored_ptr,  # [max_rows, TOKENS] of the last chunk's entries: see `stored_entries`: out
     full_ptr,  # [1] int32: 1: nothing to do
-    kept_ptr,  # [V, words] int64
-    drawn_ptr,  # [V, words] int64
+    bits_ptr,  # [num_tiles, 1 + HAS_DRAWN, TILE // 32, num_blocks] int32: see `tiles_kernel`
     order_ptr,  # [num_tiles * TILE] int32
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     first_ptr,  # [max_chunks + 1] int32
@@ -193,7 +192,6 @@ def exact_columns_kernel(
     sum_ptr,  # [SUMS, N] fp32 of each token's kept columns: see `stats.ALL_SUMS`: out
     queue_ptr,  # [max_chunks + 3] int32, zeros: the next task of each phase; arrivals
     num_blocks,
-    V,
     D,
     num_tiles,
     max_chunks,
@@ -269,9 +267,9 @@ def exact_columns_kernel(
                 )  # fmt: skip
             else:
                 list_task(
-                    task - num_exact - num_merge, first, kept_ptr, drawn_ptr, order_ptr, starts_ptr,
-                    base_ptr + phase * stride, entries_ptr + slot * max_rows, V, num_tiles,
-                    num_blocks, words, TILE, HAS_DRAWN,
+                    task - num_exact - num_merge, first, bits_ptr, order_ptr, starts_ptr,
+                    base_ptr + phase * stride, entries_ptr + slot * max_rows, num_tiles, num_blocks,
+                    words, TILE, HAS_DRAWN,
                 )  # fmt: skip
             task = tl.atomic_add(queue_ptr + phase, 1)
         arrive(arrived_ptr, False, IS_INTERPRETED)
