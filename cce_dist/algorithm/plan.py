@@ -159,7 +159,7 @@ class Plan:
     ) -> None:
         """Lets the backend compile all kernels of the call at once, before the first step. No
         collectives."""
-        if self.filters:
+        if not self.options.invariant:
             request = self.forward_request(tokens, head, score=True, store=store)
             self.backend.warm_up(tokens, head, request, backward)
 

@@ -24,7 +24,7 @@ from cce_dist import LossOptions, VocabShard, linear_cross_entropy
 from cce_dist.ahead.calls import HeadCalls
 from cce_dist.ahead.compile import compile_ahead
 from cce_dist.ahead.stand_in import DEVICES, Device, stand_in, tensors_without_memory
-from cce_dist.backends.triton import warm_up
+from cce_dist.backends.triton.launch import start as launch_start
 from cce_dist.backends.triton.launch.start import compile_only, start
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.cli.main import app
@@ -73,7 +73,7 @@ def ahead(calls: HeadCalls, device: Device) -> set[Key]:
 
 def launched(calls: HeadCalls, device: Device) -> set[Key]:
     """As a job asks: by its warm-up, and then by launches."""
-    warm_up._warmed_up.clear()
+    launch_start._compiled.clear()
     with stand_in(device), tensors_without_memory(), asked(compiles=False) as keys:
         calls.make()
     return keys

@@ -15,7 +15,6 @@ from torch import Tensor
 from cce_dist.backends.choose import choose_backend, quantizer_for
 from cce_dist.backends.triton.launch.tiles import TABLE, warn_of_layout
 from cce_dist.core.slower import warn_slower
-from cce_dist.core.types import Head, Tokens
 from cce_dist.options import LossOptions, Screen
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
@@ -145,14 +144,12 @@ def test_auto_takes_torch_for_float64_without_a_word(monkeypatch: pytest.MonkeyP
 def test_warm_up_says_that_kernels_are_compiled_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from cce_dist.backends.triton import warm_up as triton_warm_up
+    from cce_dist.backends.triton.launch import start
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(triton_warm_up, "can_compile_only", lambda: False)
-    hidden = torch.zeros(8, 16)
-    tokens = Tokens(hidden, None, torch.zeros(8, dtype=torch.int32))
-    head = Head(torch.zeros(4, 16), None, None, 4, None, 1.0)
-    request: Any = None
-    (found,) = said(lambda: triton_warm_up.warm_up(tokens, head, request, request))
+    monkeypatch.setattr(start, "can_compile_only", lambda: False)
+    monkeypatch.setattr(start, "interpreted", lambda: False)
+    device = torch.device("cpu")
+    (found,) = said(lambda: start.compile_together("kind", device, lambda: None))
     assert "one after the other" in found
     assert "3.6 and later" in found

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from cce_dist.backends.protocol import (
     BackwardRequest,
+    ColumnFilter,
     ExpectedBackward,
     ForwardRequest,
     HiddenSum,
@@ -24,21 +26,12 @@ from cce_dist.backends.protocol import (
 from cce_dist.backends.triton import grads as triton_grads
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import Marks, blocks_padded, keep, order_dtype
-from cce_dist.backends.triton.launch.start import (
-    can_compile_only,
-    compile_only,
-    is_compiling_only,
-)
-from cce_dist.backends.triton.launch.tiles import interpreted
+from cce_dist.backends.triton.launch.start import compile_together
 from cce_dist.backends.triton.stats import forward
 from cce_dist.backends.triton.teacher.forward import forward_of_heads
 from cce_dist.backends.triton.tokens import loss
-from cce_dist.core.slower import warn_slower
 from cce_dist.core.types import Head, Tokens, Upstream
 from cce_dist.options import TOKEN_BLOCK
-
-# One key for each set of kernels that this process has compiled.
-_warmed_up: set[tuple[object, ...]] = set()
 
 
 @dataclass(frozen=True)
@@ -65,46 +58,39 @@ def warm_up(
     backward: ExpectedBackward,
     teacher: tuple[Tokens, Head] | None = None,
 ) -> None:
-    """Compiles the kernels of a filtered loss and of its gradients in parallel, the first time.
+    """Compiles the kernels of a loss and of its gradients in parallel, the first time.
 
     Binaries don't depend on the number of tokens, so a few tokens will do. Nothing is read or
     written. The kernels of rarer calls, with gradients of statistics or an exchange of bounds, are
     compiled at their first launch.
     """
     weight, num_blocks = head.weight, triton.cdiv(len(tokens), TOKEN_BLOCK)
-    # Within `compile_only` the call itself compiles.
-    if interpreted() or is_compiling_only() or torch.cuda.is_current_stream_capturing():
-        return
-    if not can_compile_only():
-        warn_slower(
-            f"triton {triton.__version__} compiles a first call's kernels one after the other, in "
-            "twice the time; 3.6 and later compile them side by side"
-        )
-        return
     hidden = backward.hidden
     kind = None if hidden is None else (hidden.is_local, hidden.part_dtype)
     rule, store = request.filter, request.store
-    assert rule is not None
     # Kernels take the threshold as a number, and sizes of memory choose no binary.
     key = (
         *_traits(tokens, head),
         *(None if teacher is None else _traits(*teacher), tokens.scale is None),
-        *(request.wanted, request.screen, store is not None, rule.by_largest, rule.tail),
-        *(rule.draws, kind, backward.weight, backward.accumulate, backward.bias, backward.of_lse),
+        *(request.wanted, request.screen, store is not None, rule and replace(rule, threshold=1.0)),
+        *(kind, backward.weight, backward.accumulate, backward.bias, backward.of_lse),
         backward.sums_nll,
         *(num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks)),
     )
-    if key in _warmed_up:
-        return
-    _warmed_up.add(key)
     hidden = None if kind is None else NoSum(*kind)
-    rule, room = replace(rule, threshold=1.0), Room(1)
     store = ListedLogits(store.draws) if isinstance(store, ListedLogits) else None
-    request = replace(request, filter=rule, bounds=None, store=store, room=room)
-    with compile_only(weight.device), torch.no_grad():
-        # Without `quantize_once`: an 8-bit copy that other calls share needs real numbers.
-        head = replace(head, quantize_once=None)
-        _go_through(tokens, head, request, backward, hidden, teacher)
+    request = replace(request, bounds=None, store=store, room=_small_room(weight, rule))
+    # Without `quantize_once`: an 8-bit copy that other calls share needs real numbers.
+    head = replace(head, quantize_once=None)
+    go_through = functools.partial(_go_through, tokens, head, request, backward, hidden, teacher)
+    compile_together(key, weight.device, go_through)
+
+
+def _small_room(weight: Tensor, rule: ColumnFilter | None) -> Room:
+    """Returns room for one chunk; for `exact`, whose chunks are launches, for a few chunks of all
+    columns: the first one's binary differs from the others'."""
+    few = 2 * TOKEN_BLOCK * weight.element_size()
+    return Room(1 if rule is not None else few * triton.cdiv(weight.shape[0], 4))
 
 
 def _traits(tokens: Tokens, head: Head) -> tuple[object, ...]:
@@ -134,8 +120,11 @@ def _go_through(
         out = forward_of_heads(few, head, of_teacher, request, order_as)
         stats, marks = out.student, out.scores
         part = TeacherPart(*of_teacher, out.teacher_lse, stats.lse)
-    assert isinstance(marks, Marks) and request.filter is not None
-    marks = replace(marks, blocks_padded=blocks_padded(triton.cdiv(len(tokens), TOKEN_BLOCK)))
+    kept = None
+    if request.filter is not None:
+        assert isinstance(marks, Marks)
+        marks = replace(marks, blocks_padded=blocks_padded(triton.cdiv(len(tokens), TOKEN_BLOCK)))
+        kept = keep(few, head, marks, stats.lse, request.filter, request.room)
     weight = None
     if expected.weight is not None:
         # The shape and alignment of the gradient, without its memory: torch refuses to write to it.
@@ -148,7 +137,7 @@ def _go_through(
     backward_request = BackwardRequest(
         stats=replace(stats, entropy=None),
         upstream=upstream,
-        kept=keep(few, head, marks, stats.lse, request.filter, request.room),
+        kept=kept,
         hidden=hidden,
         weight=weight,
         bias=expected.bias,

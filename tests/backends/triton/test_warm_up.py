@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 from cce_dist import Filter, linear_cross_entropy, linear_distillation
 from cce_dist.backends.triton import warm_up
 from cce_dist.backends.triton.launch import replay
+from cce_dist.backends.triton.launch import start as launch_start
 from cce_dist.backends.triton.launch.start import (
     LONGEST,
     _compiling,
@@ -152,8 +153,9 @@ print(json.dumps(report))
         {"dtype": "bfloat16", "gradient": "in_forward"},
         {"dtype": "bfloat16", "label_smoothing": 0.1},
         {"dtype": "bfloat16", "logits": "screened"},
+        {"dtype": "bfloat16", "gradient": "exact"},
     ],
-    ids=["bf16", "fp16-softcap", "fp32", "in_forward", "smoothing", "screened"],
+    ids=["bf16", "fp16-softcap", "fp32", "in_forward", "smoothing", "screened", "exact"],
 )
 def test_first_calls_compile_side_by_side(options: dict[str, Any], tmp_path: Path) -> None:
     if not can_compile_only():
@@ -167,12 +169,10 @@ def test_first_calls_compile_side_by_side(options: dict[str, Any], tmp_path: Pat
     )
     assert done.returncode == 0, done.stderr
     first, *others = json.loads(done.stdout)
-    # Nothing was left for the launches but which tokens count, which comes before, and nothing was
-    # compiled twice.
-    assert first[1], first
-    late = [name for name, _, in_launch in first[1] if in_launch]
-    assert late == ["count_kernel", "place_kernel", "require_in_range_kernel"], first
-    assert "filtered_kernel" in [name for name, _, _ in first[1]]
+    # Nothing was left for the launches, and nothing was compiled twice.
+    assert not [name for name, _, in_launch in first[1] if in_launch], first
+    last = "exact_products_kernel" if options.get("gradient") == "exact" else "filtered_kernel"
+    assert last in [name for name, _, _ in first[1]]
     hashes = [made for _, made, _ in first[1]]
     assert len(set(hashes)) == len(hashes)
     # One block's tokens keep their order, which takes a few kernels more, once.
@@ -243,7 +243,9 @@ def run(name: str, tokens: int) -> None:
     hidden = torch.randn(tokens, DIM, requires_grad=True)
     weight = torch.randn(COLUMNS, DIM, requires_grad=True)
     targets = torch.randint(COLUMNS, (tokens,))
-    if name == "loss":
+    if name == "exact":
+        options |= {"gradient": "exact", "filter": Filter()}
+    if name in ("loss", "exact"):
         loss: Any = linear_cross_entropy(hidden, weight, targets, **options)
     else:
         teacher = torch.randn(tokens, 2 * DIM), torch.randn(COLUMNS, 2 * DIM)
@@ -254,7 +256,7 @@ def run(name: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, 100])
-@pytest.mark.parametrize("name", ["loss", "distillation", "with cross-entropy"])
+@pytest.mark.parametrize("name", ["loss", "exact", "distillation", "with cross-entropy"])
 def test_no_kernel_is_compiled_later(
     name: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,10 +270,10 @@ def test_no_kernel_is_compiled_later(
 
     # The interpreter runs what a GPU would compile.
     monkeypatch.setattr(warm_up, "_go_through", note)
-    monkeypatch.setattr(warm_up, "interpreted", lambda: False)
-    monkeypatch.setattr(warm_up, "can_compile_only", lambda: True)
-    monkeypatch.setattr(warm_up, "compile_only", lambda device: nullcontext())
-    monkeypatch.setattr(warm_up, "_warmed_up", set())
+    monkeypatch.setattr(launch_start, "interpreted", lambda: False)
+    monkeypatch.setattr(launch_start, "can_compile_only", lambda: True)
+    monkeypatch.setattr(launch_start, "compile_only", lambda device: nullcontext())
+    monkeypatch.setattr(launch_start, "_compiled", set())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     replay.forget_recordings()
     with noted() as started:

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,7 +27,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cce_dist.backends.triton.launch.loading import build_one_at_a_time, load_one_at_a_time
+from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.observer import Arguments, Observer, observer
+from cce_dist.core.slower import warn_slower
 from cce_dist.core.streams import on_device
 
 
@@ -38,7 +40,9 @@ class Compilation:
     name: str
     result: Any  # a CompiledKernel, or its FutureKernel
     future: Future[Any] | None  # of a FutureKernel, which forgets it after an error
-    error: Exception | None = None  # of the compilation, or of the load; known when both are done
+    error: BaseException | None = (
+        None  # of the compilation, or of the load; known when both are done
+    )
 
     @property
     def kernel(self) -> Any:
@@ -165,6 +169,28 @@ def can_compile_only() -> bool:
     forever after an error."""
     mode = getattr(triton, "AsyncCompileMode", None)
     return mode is not None and "ignore_errors" in inspect.signature(mode).parameters
+
+
+# A key for each set of kernels that this process has compiled side by side.
+_compiled: set[Hashable] = set()
+
+
+def compile_together(key: Hashable, device: torch.device, go_through: Callable[[], object]) -> None:
+    """Compiles all kernels that a function starts, the first time that it is called with a key."""
+    # Within `compile_only` the call itself compiles.
+    if key in _compiled or interpreted() or is_compiling_only():
+        return
+    if torch.cuda.is_current_stream_capturing():
+        return
+    if not can_compile_only():
+        warn_slower(
+            f"triton {triton.__version__} compiles a first call's kernels one after the other, in "
+            "twice the time; 3.6 and later compile them side by side"
+        )
+        return
+    _compiled.add(key)
+    with compile_only(device), torch.no_grad():
+        go_through()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -14,7 +16,7 @@ from cce_dist.backends.triton.kernels.tokens.compact_tokens import (
     place_kernel,
     require_in_range_kernel,
 )
-from cce_dist.backends.triton.launch.start import start
+from cce_dist.backends.triton.launch.start import compile_together, start
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.types import Picked
 from cce_dist.vocab_shard import VocabShard
@@ -26,6 +28,12 @@ def pick_on_device(ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
     """Moves the ids, of [N] int64 with N > 0, that are not ignored to the front. The host doesn't
     wait: a target that is no class fails an assertion on the device, unless kernels are
     interpreted."""
+    pick = functools.partial(_pick_and_check, ids, ignore_index, shard)
+    compile_together(("pick", ids.device, ignore_index, shard), ids.device, pick)
+    return pick()
+
+
+def _pick_and_check(ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
     picked = pick_unchecked(ids, ignore_index, shard)
     if interpreted():
         return picked
