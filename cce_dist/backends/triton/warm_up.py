@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cce_dist.backends.protocol import (
     BackwardRequest,
-    ColumnFilter,
     ExpectedBackward,
     ForwardRequest,
     HiddenSum,
@@ -24,9 +23,11 @@ from cce_dist.backends.protocol import (
     WeightGrad,
 )
 from cce_dist.backends.triton import grads as triton_grads
+from cce_dist.backends.triton.filter.kept_logits import tiles_in
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import Marks, blocks_padded, keep, order_dtype
 from cce_dist.backends.triton.launch.start import compile_together
+from cce_dist.backends.triton.launch.tiles import tiles_for
 from cce_dist.backends.triton.stats import forward
 from cce_dist.backends.triton.teacher.forward import forward_of_heads
 from cce_dist.backends.triton.tokens import loss
@@ -64,11 +65,12 @@ def warm_up(
     written. The kernels of rarer calls, with gradients of statistics or an exchange of bounds, are
     compiled at their first launch.
     """
-    weight, num_blocks = head.weight, triton.cdiv(len(tokens), TOKEN_BLOCK)
+    weight, num_blocks = head.weight, max(1, triton.cdiv(len(tokens), TOKEN_BLOCK))
     hidden = backward.hidden
     kind = None if hidden is None else (hidden.is_local, hidden.part_dtype)
     rule, store = request.filter, request.store
-    # Kernels take the threshold as a number, and sizes of memory choose no binary.
+    # Kernels take the threshold as a number. Of the sizes of memory one chooses a binary: whether
+    # `exact` computes all columns in one chunk.
     key = (
         *_traits(tokens, head),
         *(None if teacher is None else _traits(*teacher), tokens.scale is None),
@@ -76,21 +78,28 @@ def warm_up(
         *(kind, backward.weight, backward.accumulate, backward.bias, backward.of_lse),
         backward.sums_nll,
         *(num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks)),
+        rule is None and _holds_all(request.room, weight, num_blocks),
     )
     hidden = None if kind is None else NoSum(*kind)
     store = ListedLogits(store.draws) if isinstance(store, ListedLogits) else None
-    request = replace(request, bounds=None, store=store, room=_small_room(weight, rule))
+    request = replace(request, bounds=None, store=store, room=_room_of_few(request, num_blocks))
     # Without `quantize_once`: an 8-bit copy that other calls share needs real numbers.
     head = replace(head, quantize_once=None)
     go_through = functools.partial(_go_through, tokens, head, request, backward, hidden, teacher)
     compile_together(key, weight.device, go_through)
 
 
-def _small_room(weight: Tensor, rule: ColumnFilter | None) -> Room:
-    """Returns room for one chunk; for `exact`, whose chunks are launches, for a few chunks of all
-    columns: the first one's binary differs from the others'."""
-    few = 2 * TOKEN_BLOCK * weight.element_size()
-    return Room(1 if rule is not None else few * triton.cdiv(weight.shape[0], 4))
+def _holds_all(room: Room, weight: Tensor, num_blocks: int) -> bool:
+    tiles = tiles_in(room.workspace_bytes, weight, num_blocks * TOKEN_BLOCK)
+    return tiles * tiles_for(weight).columns >= weight.shape[0]
+
+
+def _room_of_few(request: ForwardRequest, num_blocks: int) -> Room:
+    """Returns room for one chunk of two blocks' lists; for as many chunks of all columns as the
+    call has, if nothing is filtered."""
+    if request.filter is not None:
+        return Room(1)
+    return Room(max(1, request.room.workspace_bytes * min(2, num_blocks) // num_blocks))
 
 
 def _traits(tokens: Tokens, head: Head) -> tuple[object, ...]:

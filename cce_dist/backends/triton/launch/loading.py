@@ -16,7 +16,9 @@ main one. Triton itself has no locks:
 from __future__ import annotations
 
 import functools
+import heapq
 import threading
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -58,12 +60,37 @@ def load_one_at_a_time() -> None:
         CompiledKernel.run = property(_run_of)
 
 
+# The turn of this thread's compilation; lower ones go first.
+turn: ContextVar[int] = ContextVar("cce_dist_turn", default=0)
+
+
+class InTurn:
+    """A lock that goes to the waiting thread of the lowest `turn`."""
+
+    def __init__(self) -> None:
+        self._changed, self._is_held = threading.Condition(), False
+        self._waiting: list[int] = []
+
+    def __enter__(self) -> None:
+        mine = turn.get()
+        with self._changed:
+            heapq.heappush(self._waiting, mine)
+            self._changed.wait_for(lambda: not self._is_held and self._waiting[0] == mine)
+            heapq.heappop(self._waiting)
+            self._is_held = True
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._is_held = False
+            self._changed.notify_all()
+
+
 @functools.cache
 def build_one_at_a_time() -> None:
     """Lets one thread at a time turn a kernel's Python into Triton's code, in this process from now
-    on. Threads that take turns would all end late, and with them the compilers that follow."""
+    on. Threads that share Python would all end late, and with them the compilers that follow."""
     build: Any = code_generator.ast_to_ttir
-    lock = threading.Lock()
+    lock = InTurn()
 
     @functools.wraps(build)
     def ast_to_ttir(*args: Arguments.args, **named: Arguments.kwargs) -> Any:

@@ -26,7 +26,11 @@ import triton
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cce_dist.backends.triton.launch.loading import build_one_at_a_time, load_one_at_a_time
+from cce_dist.backends.triton.launch.loading import (
+    build_one_at_a_time,
+    load_one_at_a_time,
+    turn,
+)
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.observer import Arguments, Observer, observer
 from cce_dist.core.slower import warn_slower
@@ -71,6 +75,7 @@ def _load(kernel: Any, device: torch.device) -> None:
 # Kernels whose compilation takes seconds, the longest first.
 LONGEST = (
     *("filtered_kernel", "hopper_teacher_kernel", "hopper_forward_kernel", "forward_kernel"),
+    *("exact_columns_kernel", "exact_products_kernel", "exact_logits_kernel"),
     *("sort_kernel", "marks_kernel", "similar_kernel"),
 )
 
@@ -97,10 +102,13 @@ class _LongestFirst(Executor):
         return result
 
     def start(self, pool: Executor) -> None:
-        for _, compile_kernel, result in sorted(self.waiting, key=lambda task: task[0]):
-            pool.submit(self._compile_and_load, compile_kernel, result)
+        for place, compile_kernel, result in sorted(self.waiting, key=lambda task: task[0]):
+            pool.submit(self._compile_and_load, place, compile_kernel, result)
 
-    def _compile_and_load(self, compile_kernel: Callable[[], Any], result: Future[Any]) -> None:
+    def _compile_and_load(
+        self, place: int, compile_kernel: Callable[[], Any], result: Future[Any]
+    ) -> None:
+        turn.set(place)
         try:
             kernel = compile_kernel()
         except BaseException as error:

@@ -22,7 +22,7 @@ from triton.compiler import CompiledKernel
 from triton.compiler import compiler as triton_compiler
 from triton.runtime import build
 
-from cce_dist.backends.triton.launch.loading import load_one_at_a_time
+from cce_dist.backends.triton.launch.loading import InTurn, load_one_at_a_time, turn
 
 NAME = "__triton_launcher"
 # Its functions differ in what they return alone; single-phase, as Triton's launchers are.
@@ -171,3 +171,31 @@ def test_warm_ups_of_fresh_processes_agree() -> None:
     first = warm_up(0)
     with ThreadPoolExecutor(min(24, os.cpu_count() or 1)) as executor:
         assert set(executor.map(warm_up, range(NUM_PROCESSES))) == {first}
+
+
+def test_the_lowest_turn_goes_first() -> None:
+    lock, passed = InTurn(), []
+
+    def take(number: int) -> None:
+        turn.set(number)
+        with lock:
+            passed.append(number)
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in (2, 0, 2, 1)]
+    with lock:
+        for thread in threads:
+            thread.start()
+        while len(lock._waiting) < len(threads):
+            time.sleep(0.001)
+        assert passed == []
+    for thread in threads:
+        thread.join(30)
+    assert passed == [0, 1, 2, 2]
+
+
+def test_an_error_gives_the_turn_to_the_next() -> None:
+    lock = InTurn()
+    with pytest.raises(RuntimeError, match="no code"), lock:
+        raise RuntimeError("no code")
+    with lock:
+        pass
