@@ -25,7 +25,7 @@ from cce_dist.ahead.calls import HeadCalls
 from cce_dist.ahead.compile import compile_ahead
 from cce_dist.ahead.stand_in import DEVICES, Device, stand_in, tensors_without_memory
 from cce_dist.backends.triton.launch import start as launch_start
-from cce_dist.backends.triton.launch.start import compile_only, start
+from cce_dist.backends.triton.launch.start import compile_only, is_compiling_only, start
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.cli.main import app
 
@@ -113,6 +113,30 @@ def compare(calls: HeadCalls) -> dict[str, Any]:
     return {"keys": len(first), **{way: sorted(first ^ keys) for way, keys in others.items()}}
 
 
+def late(calls: HeadCalls, device: Device) -> list[tuple[int, str]]:
+    """Returns the kernels that launches are the first to ask for, of calls of several sizes."""
+    launch_start._compiled.clear()
+    keys: set[Key] = set()
+    found: list[tuple[int, str]] = []
+
+    def note(key: str, fn: Any, **rest: object) -> bool:
+        if (fn.name, key) not in keys and not is_compiling_only():
+            found.append((number, fn.name))
+        keys.add((fn.name, key))
+        return True
+
+    (_, shard), (options,) = calls.shards()[0], calls.trained
+    with (
+        stand_in(device),
+        tensors_without_memory(),
+        mock.patch.object(knobs.runtime, "jit_cache_hook", note),
+    ):
+        for number in (700, 8192, 144, 1):
+            replace(calls, num_tokens=number)._call(shard, None, options)
+    assert keys
+    return found
+
+
 class Picks:
     """A call that picks tokens alone: three small kernels."""
 
@@ -148,9 +172,12 @@ def compile_four_times(cache: Path) -> list[dict[str, Any]]:
 def check(cache: str) -> None:
     """Prints what a machine without a GPU can tell."""
     compared = {kind: compare(calls) for kind, calls in KINDS.items()}
-    print(
-        json.dumps({"compared": compared, "reports": compile_four_times(Path(cache))}, default=str)
-    )
+    found = {
+        gradient: late(replace(SMALL, trained=(LossOptions(gradient=gradient),)), DEVICES[90])
+        for gradient in ("filtered", "exact")
+    }
+    reports = compile_four_times(Path(cache))
+    print(json.dumps({"compared": compared, "late": found, "reports": reports}, default=str))
 
 
 def run_command(*arguments: str) -> None:

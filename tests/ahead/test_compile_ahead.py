@@ -62,6 +62,10 @@ def test_the_same_is_asked_for_ahead_and_in_a_job(
     assert len(keys) == 5 and not any(keys.values()), keys
 
 
+def test_launches_compile_nothing(checked: tuple[dict[str, Any], Path]) -> None:
+    assert checked[0]["late"] == {"filtered": [], "exact": []}
+
+
 def test_a_second_compilation_finds_all_in_the_cache(checked: tuple[dict[str, Any], Path]) -> None:
     (first, second, small, wrong), cache = checked[0]["reports"], checked[1]
     names = ["count_kernel", "place_kernel", "require_in_range_kernel"]
