@@ -26,11 +26,7 @@ import triton
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cce_dist.backends.triton.launch.loading import (
-    build_one_at_a_time,
-    load_one_at_a_time,
-    turn,
-)
+from cce_dist.backends.triton.launch.loading import build_one_at_a_time, load_one_at_a_time, turn
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.observer import Arguments, Observer, observer
 from cce_dist.core.slower import warn_slower
@@ -44,9 +40,8 @@ class Compilation:
     name: str
     result: Any  # a CompiledKernel, or its FutureKernel
     future: Future[Any] | None  # of a FutureKernel, which forgets it after an error
-    error: BaseException | None = (
-        None  # of the compilation, or of the load; known when both are done
-    )
+    # Of the compilation, or of the load; known when both are done.
+    error: BaseException | None = None
 
     @property
     def kernel(self) -> Any:
