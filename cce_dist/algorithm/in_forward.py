@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -178,6 +178,9 @@ def grads_in_forward(
     in_fp32 = not holds_unscaled_gradients(head.weight.dtype)
     written = None if weight is None else weight.dtype
     expected = plan.expect(tokens, hidden=hidden, weight=written, bias=bias, in_fp32=in_fp32)
+    by_hidden = torch.float32 if in_fp32 else tokens.hidden.dtype
+    scaled = _dtypes(by_hidden if hidden else None, weight, bias)
+    expected = replace(expected, scaled=scaled)
     store = plan.store_for(tokens, head, expected)
     plan.warm_up(tokens, head, expected, store)
     stats, scores = sharded.forward(tokens, head, plan, score=True, store=store)
@@ -197,6 +200,14 @@ def grads_in_forward(
         in_fp32=in_fp32,
     )
     return grads, tail
+
+
+def _dtypes(
+    by_hidden: torch.dtype | None, by_weight: Tensor | None, by_bias: bool
+) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes of the gradients that `backward` scales; a bias's is fp32."""
+    weight, bias = getattr(by_weight, "dtype", None), torch.float32 if by_bias else None
+    return tuple({dtype for dtype in (by_hidden, weight, bias) if dtype is not None})
 
 
 def holds_unscaled_gradients(dtype: torch.dtype) -> bool:
@@ -249,6 +260,14 @@ def _grads_by_chunks(
     if needs_bias:
         bias = weight.new_zeros(weight.shape[0], dtype=wide)
     sums, room = _Sums(hidden, grad_weight, bias), plan.room(tokens, head)
+    written = None if grad_weight is None else grad_weight.dtype
+    expected = replace(
+        plan.expect(tokens, hidden=needs_hidden, weight=written, bias=needs_bias),
+        hidden=_sum_of_chunk(wide, len(tokens)) if needs_hidden else None,
+        scaled=_dtypes(dtype if needs_hidden else None, grad_weight, needs_bias),
+        by_chunks=True,
+    )
+    plan.warm_up(tokens, head, expected, None)
     size = chunk_tokens(num_tokens, plan, weight.dtype)
     # Without tokens there is one empty chunk, which gives statistics and gradients their shapes.
     for start in range(0, max(num_tokens, 1), size):
@@ -274,9 +293,7 @@ def _add_chunk(
     if sums.weight is not None:
         weight = WeightGrad(sums.weight, accumulate=at.start > 0)
     if sums.hidden is not None:
-        # Step 4 follows once, over all chunks.
-        wide = accumulate_dtype(head.weight.dtype)
-        local_sum = SumOverRanks(None, scatter=False, num_rows=len(chunk), dtype=wide)
+        local_sum = _sum_of_chunk(accumulate_dtype(head.weight.dtype), len(chunk))
     store = plan.backend.store_for_chunk(head, len(chunk))
     stats, _ = sharded.forward(chunk, head, plan, score=False, store=store)
     request = BackwardRequest(
@@ -294,6 +311,11 @@ def _add_chunk(
         sums.hidden[at] = grads.hidden
     if sums.bias is not None and grads.bias is not None:
         sums.bias.add_(grads.bias)
+
+
+def _sum_of_chunk(dtype: torch.dtype, num_tokens: int) -> SumOverRanks:
+    """Builds the sum over one rank: step 4 follows once, over all chunks."""
+    return SumOverRanks(None, scatter=False, num_rows=num_tokens, dtype=dtype)
 
 
 def chunk_tokens(num_tokens: int, plan: Plan, dtype: torch.dtype) -> int:

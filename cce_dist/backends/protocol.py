@@ -149,6 +149,8 @@ class ExpectedBackward:
     bias: bool  # the bias needs a gradient
     of_lse: bool  # the loss depends on lse as well as on nll
     sums_nll: bool = False  # `LossKernels` compute the loss
+    scaled: tuple[torch.dtype, ...] = ()  # dtypes of gradients that `scale` will multiply
+    by_chunks: bool = False  # of tokens, each with a `store_for_chunk`
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ from cce_dist.backends.protocol import (
     ExpectedBackward,
     ForwardRequest,
     HiddenSum,
+    LogitStore,
     Room,
     TeacherPart,
     WeightGrad,
 )
 from cce_dist.backends.triton import grads as triton_grads
-from cce_dist.backends.triton.filter.kept_logits import tiles_in
+from cce_dist.backends.triton.filter.kept_logits import KeptLogits, tiles_in
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import Marks, blocks_padded, keep, order_dtype
 from cce_dist.backends.triton.launch.start import compile_together
@@ -74,15 +75,13 @@ def warm_up(
     key = (
         *_traits(tokens, head),
         *(None if teacher is None else _traits(*teacher), tokens.scale is None),
-        *(request.wanted, request.screen, store is not None, rule and replace(rule, threshold=1.0)),
-        *(kind, backward.weight, backward.accumulate, backward.bias, backward.of_lse),
-        backward.sums_nll,
+        *(request.wanted, request.screen, type(store), rule and replace(rule, threshold=1.0)),
+        *(kind, replace(backward, hidden=None)),
         *(num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks)),
         rule is None and _holds_all(request.room, weight, num_blocks),
     )
     hidden = None if kind is None else NoSum(*kind)
-    store = ListedLogits(store.draws) if isinstance(store, ListedLogits) else None
-    request = replace(request, bounds=None, store=store, room=_room_of_few(request, num_blocks))
+    request = replace(request, bounds=None, room=_room_of_few(request, num_blocks))
     # Without `quantize_once`: an 8-bit copy that other calls share needs real numbers.
     head = replace(head, quantize_once=None)
     go_through = functools.partial(_go_through, tokens, head, request, backward, hidden, teacher)
@@ -100,6 +99,16 @@ def _room_of_few(request: ForwardRequest, num_blocks: int) -> Room:
     if request.filter is not None:
         return Room(1)
     return Room(max(1, request.room.workspace_bytes * min(2, num_blocks) // num_blocks))
+
+
+def _store_of_few(
+    few: Tokens, weight: Tensor, request: ForwardRequest, expected: ExpectedBackward
+) -> LogitStore | None:
+    """Returns a store like the call's. Memory for logits is the call's own: nothing is written."""
+    if expected.by_chunks:
+        return KeptLogits.make_for_chunk(weight, len(few))
+    store = request.store
+    return ListedLogits(store.draws) if isinstance(store, ListedLogits) else store
 
 
 def _traits(tokens: Tokens, head: Head) -> tuple[object, ...]:
@@ -120,6 +129,7 @@ def _go_through(
     teacher: tuple[Tokens, Head] | None,
 ) -> None:
     few = tokens.slice(0, min(len(tokens), 2 * TOKEN_BLOCK))
+    request = replace(request, store=_store_of_few(few, head.weight, request, expected))
     # Binaries depend on the number of tokens through `order_dtype` and `blocks_padded` alone.
     order_as, part = order_dtype(len(tokens)), None
     if teacher is None:
@@ -155,3 +165,5 @@ def _go_through(
         teacher=part,
     )
     triton_grads.backward(few, head, backward_request)
+    for dtype in expected.scaled:
+        triton_grads.scale(few.hidden.new_empty(few.hidden.shape, dtype=dtype), stats.lse[0])

@@ -114,7 +114,7 @@ compiled = []
 
 def heard(src, metadata, metadata_group, times, cache_hit):
     if not cache_hit:
-        in_launch = threading.current_thread() is threading.main_thread()
+        in_launch = not threading.current_thread().name.startswith("cce_dist compiles")
         compiled.append((metadata["name"], metadata["hash"], in_launch))
 
 knobs.compilation.listener = heard
