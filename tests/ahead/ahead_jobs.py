@@ -44,14 +44,15 @@ KINDS = {
         tensors={"bias": torch.bfloat16, "grad_weight_into": torch.float32},
     ),
 }
+KEPT, PRODUCTS = "exact, with logits kept", "three products"
 # All of whose kernels compile before the first launch.
 COMPILED_TOGETHER = {
     "filtered": LossOptions(),
     "screened": LossOptions(logits="screened"),
     "in_forward": LossOptions(gradient="in_forward"),
     "exact": LossOptions(gradient="exact"),
-    "exact, with logits kept": LossOptions(gradient="exact", keep_logits=True),
-    "three products": LossOptions(gradient="in_forward", filter=Filter(keep=0)),
+    KEPT: LossOptions(gradient="exact", keep_logits=True),
+    PRODUCTS: LossOptions(gradient="in_forward", filter=Filter(keep=0)),
 }
 Key = tuple[str, str]
 
@@ -185,6 +186,10 @@ def check(cache: str) -> None:
         kind: late(replace(SMALL, trained=(options,)), DEVICES[90])
         for kind, options in COMPILED_TOGETHER.items()
     }
+    wide = HeadCalls(16384, 1024, torch.bfloat16, 256, (COMPILED_TOGETHER[KEPT],))
+    found["kept, of wide states"] = late(wide, DEVICES[90])
+    products = replace(SMALL, dtype=torch.float16, trained=(COMPILED_TOGETHER[PRODUCTS],))
+    found["three products, fp16"] = late(products, DEVICES[90])
     reports = compile_four_times(Path(cache))
     print(json.dumps({"compared": compared, "late": found, "reports": reports}, default=str))
 

@@ -70,8 +70,8 @@ def warm_up(
     hidden = backward.hidden
     kind = None if hidden is None else (hidden.is_local, hidden.part_dtype)
     rule, store = request.filter, request.store
-    # Kernels take the threshold as a number. Of the sizes of memory one chooses a binary: whether
-    # `exact` computes all columns in one chunk.
+    # Kernels take the threshold as a number. Sizes of memory choose binaries where `exact` computes
+    # all columns in one chunk, and where it has kept the logits of all.
     key = (
         *_traits(tokens, head),
         *(None if teacher is None else _traits(*teacher), tokens.scale is None),
@@ -79,6 +79,7 @@ def warm_up(
         *(kind, replace(backward, hidden=None)),
         *(num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks)),
         rule is None and _holds_all(request.room, weight, num_blocks),
+        isinstance(store, KeptLogits) and store.first_column == 0,
     )
     hidden = None if kind is None else NoSum(*kind)
     request = replace(request, bounds=None, room=_room_of_few(request, num_blocks))
@@ -165,5 +166,10 @@ def _go_through(
         teacher=part,
     )
     triton_grads.backward(few, head, backward_request)
+    if expected.by_chunks and weight is not None:
+        # The chunks after the first.
+        later = replace(backward_request, weight=replace(weight, accumulate=True))
+        triton_grads.backward(few, head, later)
     for dtype in expected.scaled:
-        triton_grads.scale(few.hidden.new_empty(few.hidden.shape, dtype=dtype), stats.lse[0])
+        row = head.weight.new_empty(head.weight.shape[1], dtype=dtype)
+        triton_grads.scale(row, stats.lse[0])

@@ -73,6 +73,46 @@ def test_an_error_ends_compiling_only() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("cce_dist compiles")]
 
 
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is in the way of compiling, and nothing is compiled."""
+    monkeypatch.setattr(launch_start, "interpreted", lambda: False)
+    monkeypatch.setattr(launch_start, "can_compile_only", lambda: True)
+    monkeypatch.setattr(launch_start, "compile_only", lambda device: nullcontext())
+    monkeypatch.setattr(launch_start, "_compiled", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@pytest.mark.usefixtures("compiling")
+def test_kernels_compile_for_the_gpu_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+
+    @contextmanager
+    def on_device(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.clear()
+
+    seen: list[torch.device] = []
+    monkeypatch.setattr(launch_start, "on_device", on_device)
+    other = torch.device("cuda", 1)
+    for _ in range(2):
+        launch_start.compile_together("kind", other, lambda: seen.extend(current))
+    assert seen == [other]
+
+
+@pytest.mark.usefixtures("compiling")
+def test_what_failed_is_compiled_again() -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        launch_start.compile_together("kind", CPU, fail)
+    calls: list[int] = []
+    launch_start.compile_together("kind", CPU, lambda: calls.append(1))
+    assert calls == [1]
+
+
 class Slow:
     """A kernel whose compilation notes its name."""
 
@@ -260,6 +300,7 @@ def run(name: str, tokens: int) -> None:
     loss.backward()
 
 
+@pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("tokens", [TOKENS, 100])
 @pytest.mark.parametrize("name", ["loss", "exact", "distillation", "with cross-entropy"])
 def test_no_kernel_is_compiled_later(
@@ -275,11 +316,6 @@ def test_no_kernel_is_compiled_later(
 
     # The interpreter runs what a GPU would compile.
     monkeypatch.setattr(warm_up, "_go_through", note)
-    monkeypatch.setattr(launch_start, "interpreted", lambda: False)
-    monkeypatch.setattr(launch_start, "can_compile_only", lambda: True)
-    monkeypatch.setattr(launch_start, "compile_only", lambda device: nullcontext())
-    monkeypatch.setattr(launch_start, "_compiled", set())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     replay.forget_recordings()
     with noted() as started:
         run(name, tokens)

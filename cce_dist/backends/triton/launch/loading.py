@@ -75,9 +75,14 @@ class InTurn:
         mine = turn.get()
         with self._changed:
             heapq.heappush(self._waiting, mine)
-            self._changed.wait_for(lambda: not self._is_held and self._waiting[0] == mine)
-            heapq.heappop(self._waiting)
-            self._is_held = True
+            try:
+                self._changed.wait_for(lambda: not self._is_held and self._waiting[0] == mine)
+                self._is_held = True
+            finally:
+                # Of equal numbers any may go. An interrupted thread leaves none behind.
+                self._waiting.remove(mine)
+                heapq.heapify(self._waiting)
+                self._changed.notify_all()
 
     def __exit__(self, *error: object) -> None:
         with self._changed:

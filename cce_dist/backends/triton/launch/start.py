@@ -192,8 +192,13 @@ def compile_together(key: Hashable, device: torch.device, go_through: Callable[[
         )
         return
     _compiled.add(key)
-    with compile_only(device), torch.no_grad():
-        go_through()
+    try:
+        # Triton keeps a kernel for the device that is current when it compiles.
+        with on_device(device), compile_only(device), torch.no_grad():
+            go_through()
+    except BaseException:
+        _compiled.discard(key)
+        raise
 
 
 @contextlib.contextmanager

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,3 +71,37 @@ def test_kernels_run_where_the_tensors_are(way: str) -> None:
             for first, second in zip(results(way), expected, strict=True):
                 assert torch.equal(first, second)
             assert torch.cuda.current_device() == 0
+
+
+# A process of its own: what it compiles first is for a GPU that is not the current one.
+FIRST_CALLS = """
+import sys, torch
+from cce_dist import linear_cross_entropy
+
+losses = []
+for device in ("cuda:1", "cuda:0"):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 96, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    weight = torch.randn(1000, 96, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    targets = torch.randint(1000, (300,), generator=generator).to(device)
+    loss = linear_cross_entropy(hidden, weight, targets, backend="triton", gradient=sys.argv[1])
+    loss.backward()
+    losses.append((loss.item(), weight.grad.float().norm().item()))
+assert losses[0] == losses[1], losses
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+@pytest.mark.parametrize("gradient", ["filtered", "exact"])
+def test_first_calls_on_another_gpu_and_then_on_the_current_one(
+    gradient: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CALLS, gradient],
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr

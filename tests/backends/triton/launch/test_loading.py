@@ -193,6 +193,21 @@ def test_the_lowest_turn_goes_first() -> None:
     assert passed == [0, 1, 2, 2]
 
 
+def test_an_interrupted_thread_leaves_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = InTurn()
+
+    def interrupt(predicate: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lock._changed, "wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt), lock:
+            pass
+    assert lock._waiting == []
+    with lock:
+        pass
+
+
 def test_an_error_gives_the_turn_to_the_next() -> None:
     lock = InTurn()
     with pytest.raises(RuntimeError, match="no code"), lock:
