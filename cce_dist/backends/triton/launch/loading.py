@@ -16,7 +16,6 @@ main one. Triton itself has no locks:
 from __future__ import annotations
 
 import functools
-import heapq
 import threading
 from contextvars import ContextVar
 from types import ModuleType
@@ -74,14 +73,13 @@ class InTurn:
     def __enter__(self) -> None:
         mine = turn.get()
         with self._changed:
-            heapq.heappush(self._waiting, mine)
+            self._waiting.append(mine)
             try:
-                self._changed.wait_for(lambda: not self._is_held and self._waiting[0] == mine)
+                self._changed.wait_for(lambda: not self._is_held and min(self._waiting) == mine)
                 self._is_held = True
             finally:
-                # Of equal numbers any may go. An interrupted thread leaves none behind.
+                # An interrupted thread must not hold up the others.
                 self._waiting.remove(mine)
-                heapq.heapify(self._waiting)
                 self._changed.notify_all()
 
     def __exit__(self, *error: object) -> None:

@@ -145,8 +145,8 @@ def tiles_kernel(
     order_ptr,  # [num_tiles * TILE] int32: columns by `key_kernel`; any column beyond V
     counts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: entries of each block's list, of all
     # blocks', and of blocks that keep a column, in column tile + 1; zeros: out
-    bits_ptr,  # [num_tiles, 1 + HAS_DRAWN, TILE // 32, num_blocks] int32: a bit of a column that
-    # the block keeps; with HAS_DRAWN, also that it keeps or draws: out
+    bits_ptr,  # [num_tiles, 1 + HAS_DRAWN, TILE // 32, num_blocks] int32, a bit for each of 32
+    # columns: 1 where the block keeps it; then, with HAS_DRAWN, where it keeps or draws it: out
     blocks_ptr,  # [num_tiles, num_blocks] int32: blocks that keep a column: out
     position_ptr,  # [num_tiles, num_blocks] int16: its inverse, -1 elsewhere: out
     num_blocks_ptr,  # [num_tiles] int32: their number: out
@@ -297,8 +297,8 @@ def blocks_of(
     TILE: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """Returns the task's tile and 64 token blocks; where their bits of the tile lie; and the row of
-    each block's first entry."""
+    """Returns the task's tile, its 64 token blocks, pointers to their bits of the tile's first 32
+    columns, and the row of each block's first entry in the tile."""
     tile = first_tile + task // words
     block = task % words * 64 + tl.arange(0, 64)
     inside = block < num_blocks
@@ -312,8 +312,11 @@ def blocks_of(
 
 @triton.jit
 def entries_of(bits_ptrs, inside, row, num_blocks, TILE: tl.constexpr, HAS_DRAWN: tl.constexpr):
-    """Of 64 blocks and 32 columns, [64, 32] int32 each: whether the block keeps the column, whether
-    it lists the column, and the entry's row if it does. And each block's next row, [64]."""
+    """Computes the entries of 64 token blocks in 32 columns.
+
+    Returns, [64, 32] int32 each: 1 where a block keeps a column; 1 where it lists the column; the
+    row of that entry. Then the row of each block's next entry, [64].
+    """
     kept = tl.load(bits_ptrs, mask=inside, other=0)
     either = kept
     if HAS_DRAWN:
