@@ -274,18 +274,17 @@ def test_without_a_compiler_a_warning_says_that_calls_are_slower(
 
 
 def test_threads_play_the_same_steps_at_once(fake: FakeDriver) -> None:
-    launch = launch_of(compiled(), (1, 1, 1), VALUES, stream=0)
-    batch, streams = Batch([launch]), (ctypes.c_uint64 * 1)(0)
     # Each thread is in the driver until the others are there, too.
-    together = threading.Barrier(3)
-    note = fake._launch
+    together, note = threading.Barrier(3), fake._launch
 
     def wait_and_note(*args: int) -> int:
-        together.wait()
+        together.wait(timeout=60)
         return note(*args)
 
+    # A batch takes the driver's functions by their addresses when it is made.
     fake.cuLaunchKernelEx = type(fake.cuLaunchKernelEx)(wait_and_note)
-    driver._table.cache_clear()
+    launch = launch_of(compiled(), (1, 1, 1), VALUES, stream=0)
+    batch, streams = Batch([launch]), (ctypes.c_uint64 * 1)(0)
 
     def run(base: int) -> None:
         bases = (ctypes.c_uint64 * 2)(base, base)
