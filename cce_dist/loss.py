@@ -1,4 +1,4 @@
-"""The public function and its module; `prepare`, or `compiled` under a tracer, does the work."""
+"""The public function and its module; `eager` computes the loss, or `compiled` under a tracer."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ def linear_cross_entropy(
         grad_weight_into: a tensor to which the weight's gradient is added. weight.grad then stays
             None, and DDP does not reduce the gradient.
         stats: any of "lse", "entropy", "correct", "tail_mass", "logit_moments", "screened" and
-            "sum_p2", of which "lse" and "entropy" are differentiable. "tail_mass" computes the kept
-            columns once more, and gathers [N] numbers. "screened" tells whether logits were
-            screened, on all ranks. "sum_p2" is the log of the sum of squared probabilities.
+            "sum_p2"; "lse" and "entropy" are differentiable. "tail_mass" takes an all-gather of
+            [N], and with backend "torch" one more pass over kept columns. "screened": whether every
+            rank screened its logits. "sum_p2": the log of the sum of squared probabilities.
         workspace_bytes: bound of the logits and their temporaries in memory at once; at least
             one tile of 128 tokens. None: 64 MiB, and 8 KiB more for each token beyond 8,192, so
             that the time of a token stays the same. With logits="screened" 17 KiB a token if that
@@ -114,8 +114,8 @@ def linear_cross_entropy(
             "triton" with "in_forward" of every column: the logits of a fifth of the tokens, if that
             is more.
         keep_logits: on a GPU, keep logits from the forward to the backward, which saves time. With
-            gradient="exact" logits of as many columns as fit the workspace stay, in 16 bits (fp32
-            for fp32 inputs), and the forward allocates the weight's gradient; None: False. With
+            gradient="exact" logits stay that fit the workspace and the weight's gradient, which the
+            forward then allocates, in 16 bits (fp32 for fp32 inputs); None: False. With
             logits="screened" as many exact logits as fit the workspace stay; None: True where the
             kernels compute. Use False if many forwards come before their backwards: each would
             hold a workspace. A second backward over a retained graph computes the logits again.
@@ -202,7 +202,7 @@ def compute_loss(
 class LinearCrossEntropy(nn.Module):
     """`linear_cross_entropy` with its options bound; holds no weight and no state.
 
-    Args: every keyword of `linear_cross_entropy` that is not a tensor.
+    Args: `group`, `vocab_shard`, and the fields of `LossOptions`. `forward` takes everything else.
     Raises:
         ValueError: an option is out of range, or two exclude each other.
     """

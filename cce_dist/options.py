@@ -200,7 +200,7 @@ class Screen:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Every option of `linear_cross_entropy` that is neither a tensor nor a process group.
+    """The options of `linear_cross_entropy` but for tensors, group, vocab_shard and 8-bit copies.
 
     `cce_dist.loss.linear_cross_entropy` documents each option and says how they act together.
 

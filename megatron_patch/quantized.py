@@ -1,6 +1,6 @@
 """A head's 8-bit copy, for all microbatches of one call of Megatron's schedule.
 
-The copy ends with the call. Megatron's optimisers write parameters by `.data` or by views of their
+The copy ends with the call. Megatron's optimizers write parameters by `.data` or by views of their
 buffers, which leaves the parameters' versions as they were: an old copy would go unnoticed.
 """
 

@@ -33,7 +33,7 @@ COMMON = ("click", "numpy", "rich", "torch", "typer")
 
 
 def main(path: str, what: str, *rest: str) -> None:
-    # What forks would each import, for 2.5 s; torch's optimisers import the second.
+    # What forks would each import, for 2.5 s; torch's optimizers import the second.
     for name in ("torch", "torch._dynamo"):
         importlib.import_module(name)
     if what == "modules":

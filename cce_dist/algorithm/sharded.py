@@ -1,7 +1,7 @@
 """The algorithm. Read this first.
 
-Every rank holds some rows of the LM head. A loss and its gradients take four steps, of which the
-second and the last talk to the other ranks, once each:
+Every rank holds some rows of the LM head. A loss and its gradients take four steps. Steps 2 and 4
+communicate; step 1 also does, if several ranks choose columns in the forward:
 
     1  local statistics  log-sum-exp and target logit of this rank's columns    a backend's forward
     2  merge             log-add-exp over the ranks: all of them get one lse    ranks/merge.py

@@ -100,7 +100,7 @@ def compute(
     vocab_shard: VocabShard | None,
     quantized_weight: QuantizedWeight | StepQuantizer | None,
 ) -> Tensor | LossOutput:
-    """Traces `prepare.compute`, or runs it on fake tensors.
+    """Computes the same as `eager.compute`, under a tracer or on fake tensors.
 
     Results and gradients of fake tensors have shapes alone. Collectives of fake tensors: none.
     """

@@ -82,8 +82,8 @@ class SavedInForward:
 
 
 class Frame:
-    """A `Saved` or `SavedInForward` without its tensors. Of a recorded call it is one object for
-    all that play it."""
+    """A `Saved` or `SavedInForward` without its tensors. All plays of a recorded forward return the
+    same Frame."""
 
     def __init__(self, saved: object, needs: Differentiated) -> None:
         self.saved, self.needs = saved, needs
@@ -215,8 +215,8 @@ def _objective(call: Call, terms: TokenLoss) -> Objective:
 DifferentiatedInputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-class Grads(NamedTuple):
-    """The gradients by the results; None: 0."""
+class ResultGrads(NamedTuple):
+    """The upstream gradients, by each result; None: 0."""
 
     loss: Tensor | None  # [] or targets' (shifted) shape, as the next two
     lse: Tensor | None
@@ -228,23 +228,23 @@ def backward(
     inputs: DifferentiatedInputs,
     packed: Packed,  # `Forward.saved`
     once: Once | Computed,
-    grads: Grads,
+    grads: ResultGrads,
     grad_weight_into: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients by hidden, weight, bias, token_weight and temperature. Collectives: the
     loss's backward."""
     saved = put_together(frame.saved, iter(packed.unpacked()))
     if isinstance(once, Computed):
-        return _by_one_pass(saved, frame.needs, inputs, once, grads, grad_weight_into)
-    return _by_two_pass(saved, frame.needs, inputs, once, grads, grad_weight_into)
+        return _backward_one_pass(saved, frame.needs, inputs, once, grads, grad_weight_into)
+    return _backward_two_pass(saved, frame.needs, inputs, once, grads, grad_weight_into)
 
 
-def _by_two_pass(
+def _backward_two_pass(
     saved: Saved,
     needs: Differentiated,
     inputs: DifferentiatedInputs,
     once: Once,
-    grads: Grads,
+    grads: ResultGrads,
     grad_weight_into: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     hidden, weight, bias, token_weight, temperature = inputs
@@ -286,12 +286,12 @@ def _by_two_pass(
     return by_hidden, out.weight, out.bias, by_token_weight, by_temperature
 
 
-def _by_one_pass(
+def _backward_one_pass(
     saved: SavedInForward,
     needs: Differentiated,
     inputs: DifferentiatedInputs,
     computed: Computed,
-    grads: Grads,
+    grads: ResultGrads,
     grad_weight_into: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     for name, grad in (("lse", grads.lse), ("entropy", grads.entropy)):
@@ -313,7 +313,7 @@ def _by_one_pass(
 
 
 _forward = repeated(forward)
-# It gets frames of recorded calls alone, and so each comes again.
+# It runs only after a recorded forward, so its kind will come again: record the first call.
 _backward = repeated(backward, consume=lambda *args: args[3].clear(), comes_again=True)
 
 
@@ -365,7 +365,7 @@ class _Results(torch.autograd.Function):
         if isinstance(once, Once) or once.is_used:
             require_in_memory(inputs[1])
         in_order = iter(grads)
-        by_results = Grads(*(next(in_order) if has else None for has in ctx.has))
+        by_results = ResultGrads(*(next(in_order) if has else None for has in ctx.has))
         run = _backward if ctx.frame.is_recorded else backward
         with without_autocast(inputs[1].device.type):
             input_grads = run(ctx.frame, inputs, saved, once, by_results, buffer)
@@ -373,7 +373,7 @@ class _Results(torch.autograd.Function):
 
 
 def _has(results: Tensor | LossOutput) -> tuple[bool, bool, bool]:
-    """Tells which of the fields of `Grads`, the first of the results, there are."""
+    """Tells which of the fields of `ResultGrads`, the first of the results, there are."""
     if isinstance(results, Tensor):
         return True, False, False
     return True, results.lse is not None, results.entropy is not None

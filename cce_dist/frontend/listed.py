@@ -155,8 +155,8 @@ def local_of(value: Any) -> Any:
 
 
 def _rows(targets: Tensor, shift: int, token_dim: int) -> Tensor:
-    """Returns the row of hidden that predicts each token, [N], where hidden's dim `token_dim` was
-    put first. A token that none predicts has any row."""
+    """Returns the row of hidden that predicts each token, [N]; an arbitrary row for a token that no
+    hidden state predicts. Args: token_dim: the dim of hidden that was moved to the front."""
     place = torch.arange(targets.numel(), device=targets.device)
     if token_dim:
         moved = place.view(targets.shape).movedim(token_dim, 0).reshape(-1)

@@ -163,7 +163,7 @@ def prepare(
 
 
 def differentiates(value: object) -> bool:
-    """Tells whether a backward may ask for the gradient; of what is no tensor, it may not."""
+    """Tells whether a backward may ask for the gradient of `value`; False if it is no tensor."""
     return torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad
 
 

@@ -32,7 +32,7 @@ class QuantizedWeight:
     """A weight's 8-bit copy, by which logits="screened" multiplies hidden.
 
     Make it with `quantize_weight`, pass it as `quantized_weight`, and call `refresh` after each
-    step of the optimiser. A call without a copy quantises the weight itself. The copy has
+    step of the optimizer. A call without a copy quantises the weight itself. The copy has
     V_local (D' + 8) bytes, with D' = D rounded up to a multiple of 16.
     """
 
@@ -55,9 +55,9 @@ class QuantizedWeight:
         """Quantises the weight's present values, in place. Collectives: none.
 
         Args:
-            hidden: [..., D] hidden states, such as the last step's. Before the loss quantises its
-                own hidden states it subtracts the mean of these, and evens out channels by the
-                scales of these. None: keep the earlier mean and scales.
+            hidden: [..., D] hidden states, such as the last step's. They give a mean, which the
+                loss subtracts from its own hidden states before it quantises them, and a scale of
+                each channel, by which it divides them. None: keep the earlier mean and scales.
         Raises:
             ValueError: the weight's shape, dtype or device differs from the first weight's.
         """
@@ -105,7 +105,7 @@ class QuantizedWeight:
         if version_of(weight) != self.version:
             raise ValueError(
                 "quantized_weight is of earlier values of weight, which has changed since; call "
-                "quantized_weight.refresh(weight) after the optimiser's step"
+                "quantized_weight.refresh(weight) after the optimizer's step"
             )
 
 
@@ -125,9 +125,9 @@ class StepQuantizer:
 
     The weight must keep its values until the context ends. The end frees the copy: V_local (D' + 8)
     bytes, with D' = D rounded up to a multiple of 16. No copy outlives a step: Megatron's
-    optimisers write a parameter by another tensor of the same memory, which leaves no trace of the
-    change. Outside of a step every call quantises the weight. The copy's mean and scales are those
-    of the first microbatch's hidden states.
+    optimizers write a parameter through another tensor of its memory, which does not change the
+    parameter's version. Outside of a step every call quantises the weight. The copy's mean and
+    scales are those of the first microbatch's hidden states.
     Collectives: none.
     """
 
@@ -240,10 +240,10 @@ def quantize_weight(
     """Quantises the weight's rows, for `linear_cross_entropy(..., quantized_weight=...)`.
 
     Args:
-        hidden: some hidden states. Before the loss quantises its own hidden states it subtracts
-            the mean of these, and evens out channels by the scales of these. Any hidden states will
-            do; those of a similar step leave the smallest rounding error. None: the loss does
-            neither.
+        hidden: some hidden states. They give a mean, which the loss subtracts from its own hidden
+            states before it quantises them, and a scale of each channel, by which it divides them.
+            Any hidden states will do; those of a similar step leave the smallest rounding error.
+            None: no mean and no scales.
         vocab_shard: the loss's vocab_shard; rows beyond vocab_size are left out. None: no row is
             padding.
         screen: the loss's screen.

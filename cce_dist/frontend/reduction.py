@@ -74,12 +74,12 @@ def gathered(values: Tensor, rows: Tensor | None, shape: torch.Size, shift: int)
 
 def grad_of_taken(
     grad: Tensor,  # [N]
-    like: Tensor,  # the values, unshifted
+    like: Tensor,  # the argument of `PickedTokens.take`: targets' shape, unshifted
     rows: Tensor | None,
-    counts: Tensor | None,  # where not, another value was taken
+    counts: Tensor | None,  # False: a constant replaced the value, which gets gradient 0
     shift: int,
 ) -> Tensor:
-    """Returns the gradient by values out of which `PickedTokens.take` takes [N]."""
+    """Backward of `PickedTokens.take`: returns the gradient of its argument, in like's shape."""
     if counts is not None:
         grad = grad.where(counts, 0)
     if rows is not None:
@@ -121,8 +121,8 @@ class TokenLoss:
     z_loss: float
     target_weight: Tensor | None  # [N] the target's class weight
     mean_class_weight: Tensor | float
-    token_weight: Tensor | None  # [N], divided by the mean's denominator
-    denominator: Tensor | float
+    token_weight: Tensor | None  # [N], 0 at tokens that do not count
+    denominator: Tensor | float  # of the mean; 1 for other reductions
 
     @classmethod
     def of(

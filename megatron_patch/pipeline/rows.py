@@ -145,7 +145,7 @@ def gather_output_weight(model: Any) -> Tensor | None:
 
 
 def scatter_output_weight(model: Any, weight: Tensor | None) -> None:
-    """Loads a weight of `gather_output_weight` into the parameter; optimisers keep their copies.
+    """Loads a weight of `gather_output_weight` into the parameter; optimizers keep their copies.
 
     Args: weight: [V / tp, h] of any dtype on the last stage; None elsewhere.
     Collectives: one scatter over the pipeline; every rank calls it.

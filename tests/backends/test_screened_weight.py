@@ -99,7 +99,7 @@ def test_quantized_weight_saves_a_step(place: Place) -> None:
         return found.lse.detach()
 
     torch.testing.assert_close(lse(kept), lse(None), atol=1e-3, rtol=0)
-    # A step of the optimiser.
+    # A step of the optimizer.
     with torch.no_grad():
         weight.mul_(1.5)
     with pytest.raises(ValueError, match=r"earlier values of weight.*refresh"):

@@ -193,7 +193,7 @@ def microbatch(number: int, setup: Setup) -> dict[str, Tensor]:
 
 
 def pretrain(setup: Setup, patch: dict[str, Any] | None, when: str = "before") -> dict[str, Any]:
-    """Megatron's schedule, DDP and optimiser over real steps.
+    """Megatron's schedule, DDP and optimizer over real steps.
 
     Args:
         patch: options of the loss; None: Megatron's.

@@ -83,7 +83,7 @@ def loss() -> None:
 
 
 def one_copy_a_step() -> None:
-    """Whatever has written the weight between two calls; optimisers do so unseen."""
+    """Whatever has written the weight between two calls; optimizers do so unseen."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

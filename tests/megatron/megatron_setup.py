@@ -130,7 +130,7 @@ def stand_in_for_cuda() -> None:
     tensor.cuda = lambda self, *_, **__: self
     original = tensor.type
 
-    # The optimisers compare names of types.
+    # The optimizers compare names of types.
     def type_of(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         name = original(self, *args, **kwargs)
         if not isinstance(name, str) or name.startswith("torch.cuda."):

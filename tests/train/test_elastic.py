@@ -18,7 +18,7 @@ from cce_dist.train.errors import ConfigError
 from tests.support.agents import ElasticJob, elastic_job
 from tests.support.torchrun import kill, read_losses, run_forked_training
 
-# Sums over ranks have another order with other ranks; the optimiser amplifies the difference.
+# Sums over ranks have another order with other ranks; the optimizer amplifies the difference.
 SAME_MATHS = 1e-4
 
 

@@ -116,7 +116,7 @@ def test_fsdp_resumes_bitwise_and_in_another_layout(out: Path, split: list[float
 def test_fsdp_beside_tensor_parallelism(out: Path, split: list[float]) -> None:
     parallel = {"tp": 2, "sequence_parallel": True, "fsdp": True}
     losses = train(out, 4, "mesh", parallel=parallel)
-    # fp32 sums have another order; a few optimiser steps amplify the difference.
+    # fp32 sums have another order; a few optimizer steps amplify the difference.
     assert losses == pytest.approx(split, abs=1e-5)
     # tp splits 301 rows into 151 and 150, and dp splits each of these.
     assert rows_by_rank(out / "mesh", "optimizer.embedding.exp_avg") == [76, 75, 75, 75]

@@ -134,7 +134,7 @@ def test_train_layout_does_not_change_the_loss(
     )
     # Here the environment alone gives ranks their places; in other tests torchrun does.
     losses, _ = run(num_ranks, config, by=run_forked_training)
-    # fp32 sums have another order; a few optimiser steps amplify the difference.
+    # fp32 sums have another order; a few optimizer steps amplify the difference.
     assert losses == pytest.approx(alone[tied], abs=1e-4)
 
 

@@ -43,7 +43,7 @@ def backward(tokens: Tokens, head: Head, request: BackwardRequest) -> LocalGrads
         whole = into.rows.stride(1) == 1 or into.rows.shape[1] == 1
         rows = into.rows if whole else into.rows.contiguous()
     accumulate = into is not None and into.accumulate
-    # Only `launch` holds the workspace, and only it and `grad_hidden` the hidden gradient's pieces.
+    # Dropping `launch` frees the workspace; dropping `grad_hidden`, too, the gradient's pieces.
     launch = products(
         state,
         GradBuffers(grad_hidden, rows, grad_bias, accumulate),

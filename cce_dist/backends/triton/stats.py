@@ -106,7 +106,7 @@ def forward(
         # Columns are drawn by mass: a threshold of the largest probability is no mass.
         draws=not rule.by_largest,
         order=placed.order,
-        # A rank of several knows the other ranks' sums at its launches' beginnings alone.
+        # A rank learns the other ranks' sums only between launches, so its masses are too large.
         looseness=1.0 if bounds is None else 2.0,
     )
     if screened is not None and rounding is not None:
@@ -178,8 +178,8 @@ def _merged(
     targets."""
     screened = factors = is_full = None
     state.launch(request.filter, last)
-    # Small kernels follow here. Beside the forward's own, no other program would find registers.
-    products = start_products(state)
+    # The products overlap small kernels from here on; the forward's kernel left them no registers.
+    wait_for_products = start_products(state)
     try:
         finished = state.merge(last)
         if request.screen is not None:
@@ -192,8 +192,8 @@ def _merged(
         if state.score:
             factors = mass_factors(state, finished, num_launches, is_full)
     finally:
-        of_targets = products()
-    placed = add_targets(state, finished, of_targets, order, order_as, full=is_full)
+        products = wait_for_products()
+    placed = add_targets(state, finished, products, order, order_as, full=is_full)
     return finished, screened, factors, placed
 
 

@@ -28,8 +28,6 @@ from typing import Literal, NamedTuple
 Kind = Literal["F", "B", "S", "T", "U", "E", "G"]
 CYCLE: tuple[Kind, ...] = ("F", "B", "S", "T")
 EMBEDDING: tuple[Kind, ...] = ("E", "G")
-# S is one product of four; T is the other three.
-SHARE_OF_S = 0.25
 # Microbatches that pass one at a time at the start of `plan_slow_start`.
 SLOWLY = 2
 # If the latency of collectives is unknown, an order allows for the first of these, in forwards,

@@ -27,7 +27,7 @@ LOSS_SCALE = 128.0  # of 16-bit jobs
 def pretrain(
     setup: Setup, patch: dict[str, Any] | None, initial: dict[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Megatron's DDP and optimiser over real steps, and evaluations between them.
+    """Megatron's DDP and optimizer over real steps, and evaluations between them.
 
     Args:
         patch: options; None: Megatron's loss and its schedule.

@@ -112,7 +112,7 @@ def check_promises(ranks: list[dict[str, Any]], rank: int, setup: Setup) -> None
     """Of the first step: no further from fp32 than Megatron in 16 bits, by the tolerance rule."""
     ours = ranks[rank]["ours"]
     golden, theirs = (expected_of(ranks, rank, "grads", setup, of) for of in ("golden", "theirs"))
-    # Theirs have the optimiser's factor in them.
+    # Theirs have the optimizer's factor in them.
     golden = {key: LOSS_SCALE * x for key, x in golden.items()}
     dtype = torch.float32 if setup.reduces_in_fp32 else setup.dtype
     check_promise(ROWS, ours["grads"][ROWS], golden[ROWS], theirs[ROWS], dtype)

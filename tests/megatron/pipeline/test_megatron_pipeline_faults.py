@@ -111,7 +111,7 @@ def test_a_rank_that_dies(tmp_path: Path, faults: Sequence[Fault]) -> None:
     for others in survivors(faults, tmp_path):
         for fault, rank, ending in others:
             if fault.method == "add" and not re.match(PLACE, ending.error):
-                # Stage 0 has given what stage 1 adds, and may be in Megatron's optimiser by then.
+                # Stage 0 has given what stage 1 adds, and may be in Megatron's optimizer by then.
                 assert re.search("[Cc]onnection|peer", ending.error), (fault.name, ending)
                 continue
             assert re.match(PLACE, ending.error), (fault.name, ending)
@@ -122,7 +122,7 @@ def test_a_rank_of_four_that_dies(tmp_path: Path) -> None:
     for others in survivors(OF_FOUR, tmp_path):
         said = [ending.error for _, _, ending in others]
         if others[0][0].setup == DATA_PARALLEL:
-            # Elsewhere Megatron's optimiser notices.
+            # Elsewhere Megatron's optimizer notices.
             assert any("the reduction of gradients, finalize_model_grads_func's" in x for x in said)
         else:
             assert all(re.match(PLACE, x) for x in said), said

@@ -38,8 +38,8 @@ from cce_dist.options import TOKEN_BLOCK
 
 # Multiprocessors that the last DDS leaves free for NCCL's kernels, which start after it.
 LEFT_TO_COLLECTIVES = 32
-# Tiles of a chunk whose number must not follow from the tokens': each chunk adds to the whole
-# hidden gradient, which costs time, and holds the logits of all tokens.
+# With invariant=True the tiles of a chunk must not depend on the number of tokens. Fewer: more
+# passes over the hidden gradient. More: more memory, since a chunk holds all tokens' logits.
 INVARIANT_TILES = 16
 
 

@@ -107,8 +107,8 @@ class BackwardState:
     invariant: bool = False  # see `BackwardRequest`
     teacher: TeacherState | None = None
     centroid: Tensor | None = None  # [padded_groups, D] mean of the columns that a group drops
-    sums: Tensor | None = None  # the same: a column's gradient for a share of 1 of a group
-    bias_sums: Tensor | None = None  # [padded_groups]
+    sums: Tensor | None = None  # [padded_groups, D] gradient of a row with share 1 of the group
+    bias_sums: Tensor | None = None  # [padded_groups] the same of the bias
 
     @classmethod
     def of(

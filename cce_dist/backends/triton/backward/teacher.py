@@ -48,7 +48,7 @@ class TeacherState:
             num_blocks,
             by_torch=False,
         )
-        # Each divides by a power of two of its own.
+        # Student and teacher were divided by different powers of two: take the student's for both.
         per_token.factors[0] *= per_token.grad_scale / student.grad_scale
         hidden = with_unit_inner_stride(part.tokens.hidden)
         return cls(for_kernels(part.head), hidden, per_token.factors, per_token.tail_mass)

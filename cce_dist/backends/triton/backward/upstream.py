@@ -75,7 +75,7 @@ class TokenUpstream:
             entropy_tail=new(2, size, dtype=fp32) if has_entropy_tail else None,
             mean=new(size, dtype=fp32) if linear else None,
         )
-        # Without its gradient the entropy is no argument: a binary less.
+        # The kernel reads the entropy for its gradient alone; None spares a second binary.
         entropy = None if grads[2] is None else stats.entropy
         vectors = (lse, stats.target_logit, *grads, entropy, log_dropped)
         contiguous = (None if x is None else x.contiguous() for x in vectors)

@@ -16,7 +16,7 @@ from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Wanted
 from cce_dist.options import TOKEN_BLOCK
 
-# Fields of each split; `finish_kernel` merges the last one.
+# Fields of each split: see `add_extras`. `finish_kernel` merges the fields SQUARES and UNKEPT.
 NUM_EXTRAS = 8
 
 

@@ -92,7 +92,7 @@ def num_groups(weight: Tensor, tiles: KernelTiles) -> int:
 
 @dataclass(frozen=True)
 class Groups:
-    """The grid of Hopper's forward, its tiles, and the filter."""
+    """The grid of a forward, Hopper's or the portable one, its tiles, and the filter."""
 
     programs: int
     groups: int  # splits of the vocabulary that a program computes side by side

@@ -14,24 +14,24 @@ from cce_dist.backends.triton.filter.kept_logits import Region
 
 @dataclass(frozen=True)
 class Launch:
-    """One of the forward kernel's launches, and the tiles of columns that it computes or shares."""
+    """One launch of the forward kernel, and its tiles of columns, [start_tile, end_tile)."""
 
     number: int
-    start_tile: int
-    end_tile: int
+    start_tile: int  # 0 unless the launch keeps logits
+    end_tile: int  # the launches that keep no logits take turns over the tiles before it
     region: Region | None = None  # the columns whose logits it keeps
     robust: bool = False
 
 
 @dataclass(frozen=True)
 class ForwardBuffers:
-    """Memory that one launch of a forward leaves to the next one.
+    """Memory that one launch of a forward leaves to the next one. S: segments of the shard.
 
-    `size` is the number of programs times 128, and at least splits x N_padded.
+    `size` is programs x groups x 128 (see `ForwardState`), and at least splits x N_padded.
     """
 
-    lower: Tensor  # [N_padded] fp32: a lower bound of each token's lse, log2
-    split_states: Tensor  # [SLOTS, 4, size] fp32: `state_ptr` of `forward_kernel`
+    lower: Tensor  # [S * N_padded] fp32: a lower bound of each token's lse in a segment, log2
+    split_states: Tensor  # [SLOTS, or 1 with segments, 4, size] fp32: `state_ptr`
     mass: Tensor | None  # [num_blocks, V_local] bf16; None: columns are not scored
     extras: Tensor | None  # [NUM_EXTRAS, size] fp32: see `add_extras`; None: not wanted
     keys: Tensor | None  # [size] int64: `key_ptr` of Hopper's kernel; None: not wanted

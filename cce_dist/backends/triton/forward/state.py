@@ -337,10 +337,10 @@ class ForwardState:
         )  # fmt: skip
 
     def merge(self, last: Launch, full: Tensor | None = None) -> Finished:
-        """Merges the splits of each segment as the last launch left them; targets are still to be
-        added.
+        """Merges the splits of each segment after launch `last`. `add_targets` adds the targets.
 
-        Args: full: of `Screened`; None before the guard, which reads no statistics.
+        Args: full: of `Screened`. None: full precision throughout, or a merge for the guard, which
+            needs lse and `unkept` but no statistics.
         """
         split_states = self.buffers.split_states[last.number % SLOTS.value]
         padded = self.packed.shape[0]

@@ -143,7 +143,7 @@ def _together(steps: Sequence[Step], large: set[int]) -> list[Step]:
                 room += 1
             else:
                 out.append(step)
-                # What it allocates and frees comes on top of all that is allocated.
+                # It allocates by itself: a tensor allocated earlier would raise the peak.
                 room = len(out)
         else:
             out.append(step)

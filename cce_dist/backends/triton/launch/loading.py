@@ -90,8 +90,8 @@ class InTurn:
 
 @functools.cache
 def build_one_at_a_time() -> None:
-    """Lets one thread at a time turn a kernel's Python into Triton's code, in this process from now
-    on. Threads that share Python would all end late, and with them the compilers that follow."""
+    """From now on, lets one thread at a time turn a kernel's Python into Triton's IR. Threads that
+    share Python's lock would all end late, and the compilation of each kernel would start late."""
     build: Any = code_generator.ast_to_ttir
     lock = InTurn()
 

@@ -155,8 +155,8 @@ def _describe(values: tuple[Any, ...], parts: list[Any], inputs: list[Tensor]) -
 
 @functools.cache
 def _take(kind: type) -> Any:
-    """Returns how a kind of call describes an object of this class: `_WHOLE`, `_TENSOR`, or by the
-    values that the returned function takes out of it; None: nobody knows which values it has."""
+    """Returns how the kind of a call describes an object of this class: `_WHOLE`, `_TENSOR`, or a
+    function that returns the values to describe; None: unknown, so the call is not recorded."""
     if kind in _PLAIN or issubclass(kind, tuple(same_by_identity)):
         return _WHOLE
     if kind in (Tensor, nn.Parameter):

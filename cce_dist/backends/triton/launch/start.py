@@ -1,7 +1,7 @@
 """The start of every kernel, and the parallel compilation before a first call.
 
-A launch waits for its kernel's compilation, and the next kernel's compilation for that launch:
-some twenty compilations, one after the other. So the first call of a kind first goes through
+A launch waits until its kernel is compiled, and the next kernel's compilation begins after that
+launch: some twenty compilations, one after the other. So a call with a new key first goes through
 forward and backward of a few tokens within `compile_only`, which starts no kernel, but compiles and
 loads all of them on the host's cores.
 """

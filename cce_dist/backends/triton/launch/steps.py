@@ -343,7 +343,7 @@ class Recording:
 
         Args: inputs: emptied, so that memory that nobody else holds is freed after its last use.
         """
-        # As the call did it: torch writes no product to memory while autograd records.
+        # The recorded call had no_grad, too: while autograd records, torch refuses `out=`.
         with on_device(self.device), torch.no_grad():
             play = Play(self, inputs)
             inputs.clear()

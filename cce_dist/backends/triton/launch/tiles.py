@@ -25,10 +25,10 @@ LEFT_TO_OTHERS = 48
 class KernelTiles:
     """Sizes of the kernels' tiles for one architecture and dtype.
 
-    The forward and `exact` multiply tiles of 128 tokens x `columns`, or of 128 tokens or columns x
-    `columns` dims; `dims` numbers at a time along the sum. A task of the filtered backward takes
-    `pair` tiles of 128 columns, or 128 tokens or columns x `slice_dims`; `backward_dims` numbers at
-    a time along the sum.
+    The forward and `exact`: a tile of logits is 128 tokens x `columns`; a tile of a gradient is 128
+    tokens or columns x `columns` dims; each step of the sum takes `dims` numbers. The filtered
+    backward: a task is `pair` tiles of 128 columns, or 128 tokens or columns x `slice_dims` dims;
+    each step of the sum takes `backward_dims` numbers.
     """
 
     columns: int

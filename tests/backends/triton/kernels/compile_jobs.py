@@ -3,7 +3,7 @@ there: `python compile_jobs.py 86,89 86:bf16,exact 89:e4m3` prints a record of e
 and 89.
 
 Tensors lie on the CPU and Triton's driver is a stand-in, so that nothing is launched. A process of
-its own, for torch and Triton are told lies. It stops before LLVM optimises, which with ptxas takes
+its own, for torch and Triton are told lies. It stops before LLVM optimizes, which with ptxas takes
 three quarters of the time: what memory a kernel takes is known by then, and what Triton cannot
 compile has failed. Of all variants that the calls name it compiles the fewest that have every flag,
 dtype and tile of each kernel on each generation of GPUs. With "whole" as an argument too it

@@ -6,8 +6,8 @@ import triton.language as tl
 from cce_dist.backends.triton.kernels.numbers import HIGHEST, LOWEST, exp2_of, whole_sum
 
 # The launches of `forward_kernel`, in order: PROBE, FIRST to LAST, and, if logits are kept, two
-# that keep their logits. ALONE does the work of all of them, in LAST's place; AFTER_PROBE keeps all
-# logits, in FIRST's. SEGMENTS is ALONE's work in the first slot, the only one then.
+# that keep their logits. ALONE does the work of all of them, and writes LAST's slot. AFTER_PROBE
+# keeps all logits, and writes FIRST's. SEGMENTS is ALONE with one slot, number 0: see `slot_of`.
 PROBE = tl.constexpr(0)
 FIRST = tl.constexpr(1)
 LAST = tl.constexpr(4)
