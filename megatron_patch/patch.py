@@ -112,30 +112,30 @@ def remove(model: Any = None) -> None:
     One trace stays: a model whose vocabulary is over the pipeline keeps it there, and computes no
     loss until `apply(vocab_over_pipeline=True)` puts the schedule back.
     """
-    if model is not None:
-        for one in _language_models(model, find_seams()):
-            _restore(one)
-        if not _State.models and _State.options is None:
-            quantized.restore()
+    if model is None:
+        _remove_all_but(set())
         return
-    for one in list(_State.models):
+    for one in _language_models(model, find_seams()):
         _restore(one)
-    _State.replaced.restore()
-    quantized.restore()
-    over_pipeline.restore()
-    _State.options = _State.seams = None
+    if not _State.models and _State.options is None:
+        quantized.restore()
 
 
 @contextmanager
 def patched(
     model: Any = None, options: PatchOptions | None = None, **keywords: object
 ) -> Iterator[Status]:
-    """Applies the patch within a context, and removes it at the end, also after an exception."""
+    """Applies the patch within a context. The end of the context, also by an exception, removes it;
+    a patch that was there before stays."""
+    was_applied, before = _State.options is not None, set(_State.models)
     new_status = apply(model, options, **keywords)
     try:
         yield new_status
     finally:
-        remove(model)
+        if model is not None:
+            remove([x for x in _language_models(model, find_seams()) if x not in before])
+        elif not was_applied:
+            _remove_all_but(before)
 
 
 def status() -> Status:
@@ -196,6 +196,17 @@ def _shard_models(
         over_pipeline.shard_model(model, options, seams, pipeline)
     over_pipeline.replace_schedule(pipeline)
     _State.seams = _State.seams or seams
+
+
+def _remove_all_but(kept: set[Any]) -> None:
+    for one in set(_State.models) - kept:
+        _restore(one)
+    _State.replaced.restore()
+    over_pipeline.restore()
+    _State.options = None
+    if not kept:
+        quantized.restore()
+        _State.seams = None
 
 
 def _restore(model: Any) -> None:

@@ -212,12 +212,15 @@ def remove() -> None:
 
 @contextmanager
 def patched(**options: object) -> Iterator[Status]:
-    """Applies the patch within a context, and removes it at the end, also after an exception."""
+    """Applies the patch within a context. The end of the context, also by an exception, removes it,
+    unless it was applied before."""
+    was_applied = _State.loss is not None
     new_status = apply(**options)
     try:
         yield new_status
     finally:
-        remove()
+        if not was_applied:
+            remove()
 
 
 def status() -> Status:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,3 +103,18 @@ def test_adapters_make_no_gradient_of_the_frozen_head(
     check_same(model, run, gradient=gradient)
     # The backward makes no tensor as large as the head's weight.
     assert max(sizes) < VOCAB_SIZE * 32
+
+
+def test_the_weight_of_a_loss_that_is_kept_goes_with_its_backward() -> None:
+    model = integration.patch(with_lora(target_modules=["lm_head"]))
+    saved: list[Any] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(weakref.ref(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(**batch()).loss
+    loss.backward()
+    # Those of the head's weight, and of B beside it.
+    assert not [x().shape for x in saved if x() is not None and x().shape == (VOCAB_SIZE, 36)]

@@ -189,6 +189,18 @@ def test_heads_on_devices_of_their_own() -> None:
     check_same(accelerate.dispatch_model(model, places, force_hooks=True))
 
 
+@pytest.mark.multigpu
+def test_logits_are_on_the_device_of_the_models_output() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = make("llama")
+    places = {"model": 0, "lm_head": 1}
+    model = integration.patch(accelerate.dispatch_model(model, places, force_hooks=True))
+    inputs = {name: value.cuda(0) for name, value in batch().items()}
+    output = model(**inputs)
+    assert output.loss.device == output.logits.device == output.logits.clone().device
+    assert output.logits.device == inputs["labels"].device
+
+
 def test_compiled_models_keep_their_decoder_compiled() -> None:
     _, expected = step(make("llama", num_hidden_layers=1))
     model = integration.patch(make("llama", num_hidden_layers=1))

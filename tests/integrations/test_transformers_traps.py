@@ -117,6 +117,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "squeeze": lambda x: x[:1].squeeze().exp(),
     "squeeze of dims": lambda x: x[:1].squeeze((0, 1)).exp(),
     "more dims in the bias": lambda x: (x[0] + torch.ones(1, 1, VOCAB_SIZE)).squeeze(0),
+    "a shape by its name": lambda x: torch.reshape(x, shape=(-1, VOCAB_SIZE)),
     "a negative factor in the softcap": lambda x: cross_entropy((x * -2).tanh() * 3),
 }
 
@@ -128,6 +129,24 @@ def test_operators(llama: Any, operator: Callable[[Tensor], Tensor]) -> None:
         return output.loss + operator(output.logits).square().mean()
 
     check_same(llama, loss)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_shifted_labels_alone_leave_the_loss_to_the_caller(kind: str, return_dict: bool) -> None:
+    """As in a loop of sequence parallelism, and in Trainer with a loss function of the user's."""
+    shifted = F.pad(BATCH["labels"], (0, 1), value=-100)[:, 1:]
+    inputs = {"input_ids": BATCH["input_ids"], "shift_labels": shifted}
+
+    def loss(model: Any) -> Tensor:
+        output = model(**inputs, return_dict=return_dict)
+        assert not return_dict or output.loss is None
+        logits = output.logits if return_dict else output[0]
+        value = F.cross_entropy(logits.view(-1, VOCAB_SIZE), shifted.flatten())
+        assert not isinstance(logits, DeferredLogits) or not logits.is_computed
+        return value
+
+    check_same(make(kind), loss)
 
 
 def test_logits_of_two_calls_add_up(llama: Any) -> None:
@@ -296,6 +315,50 @@ def test_remove_leaves_the_wrappers_of_others(llama: Any) -> None:
     assert isinstance(integration.patch(model)(**BATCH).logits, DeferredLogits)
 
 
+def test_a_context_leaves_what_was_patched_before() -> None:
+    first, second = make("llama"), make("llama")
+    integration.patch(first)
+    with integration.patched(first), integration.patched(second), integration.patched():
+        third = make("llama")
+        assert isinstance(third(**BATCH).logits, DeferredLogits)
+    kinds = [type(model(**BATCH).logits) for model in (first, second, third)]
+    assert kinds == [DeferredLogits, Tensor, Tensor]
+    integration.apply()
+    with integration.patched(second), integration.patched():
+        fourth = make("llama")
+    kinds = [type(model(**BATCH).logits) for model in (first, second, fourth, make("llama"))]
+    assert kinds == [DeferredLogits, Tensor, DeferredLogits, DeferredLogits]
+    assert len(integration.status().models) == 3
+
+
+def test_accelerate_unwraps_a_patched_model() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    model = accelerator.prepare(integration.patch(make("llama")))
+    for _ in range(2):
+        assert isinstance(model(**BATCH).logits, DeferredLogits)
+        accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        assert isinstance(model(**BATCH).logits, DeferredLogits)
+        model = accelerator.prepare(model)
+    # A patch that somebody has put aside is not said to be there.
+    model.forward = type(model).forward.__get__(model)
+    assert integration.status().models == ()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_replica_of_data_parallel_has_its_own_weights(llama: Any, training: bool) -> None:
+    model = integration.patch(copy.deepcopy(llama)).train(training)
+    head = model.lm_head._replicate_for_data_parallel()
+    head._parameters = {"weight": 2 * model.lm_head.weight, "bias": None}
+    replica = model._replicate_for_data_parallel()
+    replica._modules = {**model._modules, "lm_head": head}
+    logits = replica(**BATCH).logits
+    assert isinstance(logits, DeferredLogits) == training
+    torch.testing.assert_close(logits.clone(), 2 * model(**BATCH).logits.clone())
+    integration.remove(model)
+    assert "_replicate_for_data_parallel" not in vars(model)
+
+
 def test_writes_reach_the_logits_or_are_refused(llama: Any) -> None:
     model = integration.patch(llama)
     logits = model(**BATCH).logits
@@ -312,6 +375,34 @@ def test_writes_reach_the_logits_or_are_refused(llama: Any) -> None:
     # A view that is taken now is one of the tensor.
     logits.view(-1, VOCAB_SIZE).zero_()
     assert not logits.any()
+
+
+class Fp32Output(nn.Sequential):
+    """As PEFT's notebooks wrap the head of an 8-bit model."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).float()
+
+
+@pytest.mark.parametrize("wide", ["output", "input"])
+def test_a_head_that_returns_another_dtype(wide: str) -> None:
+    model = make("llama").to(torch.bfloat16)
+    if wide == "output":
+        model.lm_head = Fp32Output(model.lm_head)
+    else:
+        model.lm_head.float()
+        model.lm_head.register_forward_pre_hook(lambda head, args: (args[0].float(),))
+    # As T5's, which leaves logits in their dtype.
+    model.loss_function = lambda logits, labels, **others: F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
+    before = model(**BATCH)
+    after = integration.patch(model)(**BATCH)
+    assert before.loss.dtype == after.loss.dtype == torch.float32
+    # The head's own rounding to bf16 is not in our loss.
+    torch.testing.assert_close(after.loss, before.loss, atol=2e-3, rtol=0)
+    assert after.logits.dtype == after.logits.clone().dtype == torch.float32
+    assert torch.equal(after.logits.clone(), before.logits)
 
 
 class Fp32Head(nn.Linear):

@@ -410,9 +410,13 @@ def test_apply_remove_status() -> None:
     # Whoever has kept the object has TRL's function.
     out = kept.apply(*inputs().values(), 1.0, 64)
     assert out[0].equal(utils._ChunkedLogProbFunction.apply(*inputs().values(), 1.0, 64)[0])
-    with pytest.raises(ZeroDivisionError), patch.patched():
+    with pytest.raises(ZeroDivisionError), patch.patched(), patch.patched():
         raise ZeroDivisionError
     assert patch.status() == patch.Status(None)
+    options = patch.apply().options
+    with patch.patched():
+        pass
+    assert patch.status().options == options
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,27 @@ def one_model_of_two() -> None:
 
 
 @check
+def a_context_leaves_what_was_applied_before() -> None:
+    def kinds(*models: Any) -> list[type]:
+        return [type(model.output_layer(inputs()[0])[0]) for model in models]
+
+    first, second = make_model(), make_model()
+    megatron_patch.apply(first, gradient="exact")
+    with megatron_patch.patched([first, second], gradient="exact"):
+        assert kinds(first, second) == [DeferredLogits] * 2
+    assert kinds(first, second) == [DeferredLogits, Tensor]
+    with megatron_patch.patched(gradient="exact"):
+        third = make_model()
+        assert kinds(third) == [DeferredLogits]
+    assert kinds(first, third, make_model()) == [DeferredLogits, Tensor, Tensor]
+    megatron_patch.apply(gradient="exact")
+    with megatron_patch.patched(gradient="exact"), megatron_patch.patched(second, gradient="exact"):
+        fourth = make_model()
+    assert kinds(first, second, fourth) == [DeferredLogits, Tensor, DeferredLogits]
+    assert kinds(make_model()) == [DeferredLogits]
+
+
+@check
 def applying_twice() -> None:
     megatron_patch.apply(gradient="exact")
     megatron_patch.apply(gradient="exact")

@@ -59,15 +59,18 @@ class AdapterGrad(torch.autograd.Function):
         ctx: Any, logits: Logits, targets: Tensor, lse: Tensor, nll: Tensor, *inputs: Tensor
     ) -> Tensor:
         half = len(inputs) // 2
-        ctx.logits, ctx.inputs, ctx.dtypes = logits, inputs[:half], [x.dtype for x in inputs[half:]]
-        ctx.save_for_backward(targets, lse, nll)
+        ctx.factors = logits.logit_scale, logits.softcap
+        ctx.dtypes = [x.dtype for x in inputs[half:]]
+        # The weight is a copy, [V, D + R]: it must go with the graph's other tensors.
+        tensors = logits.hidden, logits.weight, logits.bias
+        ctx.save_for_backward(*tensors, targets, lse, nll, *inputs[:half])
         return torch.zeros_like(lse)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        logits, inputs = ctx.logits, ctx.inputs
-        targets, lse, nll = ctx.saved_tensors
+        hidden, weight, bias, targets, lse, nll, *inputs = ctx.saved_tensors
+        logits = Logits(hidden, weight, bias, *ctx.factors)
         # The lse of a token that does not count may be anything.
         lse, nll, upstream = (torch.where(targets < 0, 0, x) for x in (lse, nll, *grads))
         num_classes = logits.weight.shape[0]

@@ -34,6 +34,8 @@ class HeadCall:
         stage: IN_MODEL, where each operator on the logits must have a form that the loss knows,
             but for the head's own ones, IN_HEAD; then DONE.
         dtype: of autocast; None: it is off.
+        head_dtype: of what the head returns, which is known when it has been called; the deferred
+            logits of its output have hidden's dtype, or autocast's.
         is_edited: a reader has written to the logits in place.
         group: a mesh whose ranks share the vocabulary; None: the head is whole.
     """
@@ -46,6 +48,7 @@ class HeadCall:
     trains: bool = False
     stage: str = IN_MODEL
     dtype: torch.dtype | None = None
+    head_dtype: torch.dtype | None = None
     is_edited: bool = False
     group: Any = None
     num_losses: int = 0

@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from cce_dist import LossOptions
 from cce_dist.integrations.log import logger
 from cce_dist.integrations.transformers.head import Deferral
+from cce_dist.integrations.transformers.logits import DeferredLogits
 
 # Where a patched model keeps its patch.
 ATTRIBUTE = "_cce_dist_patch"
@@ -97,12 +98,25 @@ def forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
             result = run(*args, **kwargs)
         finally:
             deferral.end()
-        deferral.check()
+        deferral.check(_loss_in(result))
         return result
 
     # The compiler takes the decoder and leaves out what has no logits.
     disable: Any = torch.compiler.disable
-    return functools.wraps(cls.forward)(disable(forward, recursive=False))
+    patched: Any = functools.wraps(cls.forward)(disable(forward, recursive=False))
+    # Accelerate undoes its own wrapper of a forward by going on to the last `__wrapped__`.
+    del patched.__wrapped__
+    patched.__signature__ = signature
+    return patched
+
+
+def _loss_in(result: Any) -> Any:
+    """Returns the loss in a forward's result; None: there is none. With shifted labels alone many
+    models leave the loss to their caller."""
+    if isinstance(result, Mapping):
+        return result.get("loss")
+    first = result[0] if isinstance(result, tuple) else result
+    return None if isinstance(first, DeferredLogits) else first
 
 
 def _say_whose_loss(name: str, said: set[str]) -> None:

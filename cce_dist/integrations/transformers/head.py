@@ -143,6 +143,8 @@ class Deferral:
         """
         head: Any = self.inside
         call = self.call
+        # Of a linear map.
+        call.head_dtype = call.dtype or hidden.dtype
         weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
         biases = () if bias is None else ((bias, 1.0),)
         is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
@@ -159,10 +161,12 @@ class Deferral:
             if weight.dim() != 2 or weight.shape[0] != call.num_classes:
                 self._refuse("FSDP has freed its head's weight; read the logits in eval()")
             return Expression((Product.of(hidden, weight),), biases)
+        call.head_dtype = None
         with _Products(call):
             result = self.inner(hidden)
         if not isinstance(result, DeferredLogits):
             self._refuse(f"its head, a {type(head).__name__}, is no linear map by F.linear")
+        call.head_dtype = result.dtype
         return result.expression
 
     def _require_split(self, weight: DTensor) -> None:
@@ -178,10 +182,15 @@ class Deferral:
         raise PatchError(f"{self.call.model} cannot be patched: {reason}")
 
     @not_compiled
-    def check(self) -> None:
-        """Checks that the forward has computed its loss here, and says so at the first time."""
+    def check(self, loss: Any) -> None:
+        """Checks that the forward has computed its loss here, and says so at the first time.
+
+        Args: loss: the forward's; None: it leaves the loss to its caller.
+        """
         call = self.call
         if not call.num_losses:
+            if loss is None:
+                return
             self._refuse(
                 "with labels its forward computed a loss without F.cross_entropy of its head's "
                 "output (another patch, such as Liger's, may have replaced it); switch this patch "

@@ -22,9 +22,9 @@ from cce_dist.integrations.transformers.expression import (
     HeadCall,
 )
 
-# Answered by the stand-in itself, which has the logits' shape, dtype and device. FSDP asks the
-# outputs of its root for the last three.
-ATTRIBUTES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta")
+# Answered by the stand-in itself, which has the logits' shape and device. FSDP asks the outputs of
+# its root for the last three.
+ATTRIBUTES = ("shape", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta")
 ATTRIBUTES += ("is_nested", "is_sparse", "is_quantized", "is_leaf", "_base", "grad_fn")
 METADATA: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in ATTRIBUTES),
@@ -69,6 +69,7 @@ class DeferredLogits(Tensor):
     call: HeadCall
     expression: Expression
     is_view: bool  # of other logits, whose memory it would share
+    is_cast: bool  # to its dtype, by the model or a reader
     _logits: Tensor | None
 
     def __new__(cls, call: HeadCall, expression: Expression, dtype: torch.dtype) -> DeferredLogits:
@@ -79,7 +80,7 @@ class DeferredLogits(Tensor):
         if not torch.is_grad_enabled():
             expression = replace(expression, detached=True)
         self.call, self.expression, self._logits = call, expression, None
-        self.is_view = False
+        self.is_view = self.is_cast = False
         return self
 
     @property
@@ -126,10 +127,23 @@ class DeferredLogits(Tensor):
             records = not self.expression.detached
             with torch.inference_mode(False), torch.set_grad_enabled(records):
                 if all(x.weight is not None for x in self.expression.products):
-                    self._logits = self.expression.logits(self.dtype)
+                    logits = self.expression.logits(self.dtype)
                 else:
-                    self._logits = self.compute(lambda whole: whole.logits(self.dtype))
+                    logits = self.compute(lambda whole: whole.logits(self.dtype))
+                # The head may be on another device than the model's output.
+                self._logits = logits.to(self.device)
         return self._logits
+
+    @property
+    def full_dtype(self) -> torch.dtype:
+        """Returns the dtype of a cast; without a cast the expected dtype, or the head's if that is
+        wider: a head may cast its output, or a hook its input."""
+        with torch._C.DisableTorchFunctionSubclass():
+            expected = self.dtype
+        head_dtype = self.call.head_dtype
+        if self.is_cast or head_dtype is None:
+            return expected
+        return torch.promote_types(expected, head_dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         state = "computed" if self.is_computed else "nobody has computed them"
@@ -147,7 +161,8 @@ class DeferredLogits(Tensor):
     ) -> Any:
         raise PatchError(
             f"{func} got logits that are not computed, where torch functions are switched off (in "
-            "an autograd Function or a gather of nn.DataParallel): pass outputs.logits.clone()"
+            "an autograd Function or a gather of nn.DataParallel): pass outputs.logits.clone(), or "
+            "start one process for each GPU, as torchrun does"
         )
 
 

@@ -22,16 +22,19 @@ from cce_dist.integrations.transformers.adapters import AdapterGrad, Logits
 from cce_dist.integrations.transformers.expression import Expression, HeadCall, comes_from_wrapper
 from cce_dist.integrations.transformers.logits import DeferredLogits, handles
 
-# pyright takes it for a bool.
+# pyright takes them for their values.
 _requires_grad: Any = Tensor.requires_grad
+_dtype: Any = Tensor.dtype
 
 
 def _changed(
     logits: DeferredLogits, new: Expression | None, dtype: torch.dtype | None = None
 ) -> Any:
-    return (
-        NotImplemented if new is None else DeferredLogits(logits.call, new, dtype or logits.dtype)
-    )
+    if new is None:
+        return NotImplemented
+    result = DeferredLogits(logits.call, new, dtype or logits.dtype)
+    result.is_cast = logits.is_cast
+    return result
 
 
 @handles(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul)
@@ -111,7 +114,11 @@ def _half(logits: DeferredLogits) -> Any:
 
 
 def _cast(logits: DeferredLogits, dtype: torch.dtype) -> Any:
-    return logits if dtype == logits.dtype else _changed(logits, logits.expression, dtype)
+    if dtype == logits.dtype:
+        return logits
+    result = _changed(logits, logits.expression, dtype)
+    result.is_cast = True
+    return result
 
 
 @handles(Tensor.detach, torch.detach)
@@ -126,8 +133,9 @@ def _contiguous(logits: DeferredLogits) -> Any:
 
 
 @handles(Tensor.view, Tensor.reshape, torch.reshape)
-def _reshape(logits: DeferredLogits, *shape: Any) -> Any:
-    sizes = list(shape[0]) if shape and isinstance(shape[0], (tuple, list)) else list(shape)
+def _reshape(logits: DeferredLogits, *sizes_or_dtype: Any, shape: Any = None) -> Any:
+    values = sizes_or_dtype if shape is None else (shape,)
+    sizes = list(values[0]) if values and isinstance(values[0], (tuple, list)) else list(values)
     # A view by dtype.
     if not sizes or not all(isinstance(x, int) for x in sizes):
         return NotImplemented
@@ -182,6 +190,11 @@ def _num_dims(index: Any) -> int:
 @handles(_requires_grad.__get__)
 def _needs_grad(logits: DeferredLogits) -> bool:
     return logits.wants_grad
+
+
+@handles(_dtype.__get__)
+def _dtype_of(logits: DeferredLogits) -> torch.dtype:
+    return logits.full_dtype
 
 
 @handles(Tensor.register_hook)
@@ -295,7 +308,7 @@ def _of_rows(logits: DeferredLogits, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _view(logits: DeferredLogits, new: Expression) -> DeferredLogits:
-    result = DeferredLogits(logits.call, new, logits.dtype)
+    result = _changed(logits, new)
     result.is_view = True
     return result
 

@@ -115,25 +115,17 @@ def apply(**options: object) -> Status:
 
 def remove(model: Any = None) -> None:
     """Undoes `patch` for a model; without one: for all models, and for models made later."""
-    if model is not None:
+    if model is None:
+        _remove_all_but(set())
+    else:
         _restore(model_in(model))
-        return
-    for each in list(patched_models):
-        _restore(each)
-    if _State.post_init is not None:
-        from transformers import PreTrainedModel
-
-        PreTrainedModel.post_init = _State.post_init
-    if _State.steps is not None:
-        _State.steps.remove()
-    _State.post_init = _State.options = _State.steps = None
-    _State.refused.clear()
 
 
 @contextmanager
 def patched(model: Any = None, **options: object) -> Iterator[Status]:
-    """Patches a model, or all that are made, within a context; removes it at its end, also after
-    an exception."""
+    """Patches a model, or all that are made, within a context. The end of the context, also by an
+    exception, undoes that; a patch that was there before stays."""
+    was_applied, before = _State.options is not None, _models()
     if model is None:
         apply(**options)
     else:
@@ -141,12 +133,36 @@ def patched(model: Any = None, **options: object) -> Iterator[Status]:
     try:
         yield status()
     finally:
-        remove(model)
+        if model is not None:
+            if model_in(model) not in before:
+                remove(model)
+        elif not was_applied:
+            _remove_all_but(before)
 
 
 def status() -> Status:
-    names = sorted(type(model).__name__ for model in patched_models if patch_of(model) is not None)
+    names = sorted(type(model).__name__ for model in _models())
     return Status(_State.options, tuple(names), tuple(sorted(_State.refused)))
+
+
+def _models() -> set[Any]:
+    """Returns the models whose forward is the patch's."""
+    by_model = ((model, patch_of(model)) for model in patched_models)
+    return {model for model, old in by_model if old is not None and _is_held(model, old)}
+
+
+def _remove_all_but(kept: set[Any]) -> None:
+    for each in set(patched_models) - kept:
+        _restore(each)
+    if _State.post_init is not None:
+        from transformers import PreTrainedModel
+
+        PreTrainedModel.post_init = _State.post_init
+    if _State.steps is not None and not kept:
+        _State.steps.remove()
+        _State.steps = None
+    _State.post_init = _State.options = None
+    _State.refused.clear()
 
 
 def _options_of(options: dict[str, object]) -> LossOptions:
@@ -181,9 +197,19 @@ def _patch(model: Any, options: LossOptions) -> None:
         function = forward_of(type(model))
         setattr(model, ATTRIBUTE, Patch(options, function, forward))
         model.forward = types.MethodType(function, model)
+        model._replicate_for_data_parallel = types.MethodType(_replicate_for_data_parallel, model)
     patched_models.add(model)
     if _State.steps is None:
         _State.steps = register_optimizer_step_post_hook(count_step)
+
+
+def _replicate_for_data_parallel(self: Any) -> Any:
+    """Replicates a patched model for nn.DataParallel, whose copy of attributes would leave the
+    replica the first model's forward."""
+    replica, forward = type(self)._replicate_for_data_parallel(self), self.forward
+    if getattr(forward, "__self__", None) is self:
+        replica.forward = types.MethodType(forward.__func__, replica)
+    return replica
 
 
 def _is_held(model: Any, old: Patch) -> bool:
@@ -208,5 +234,6 @@ def _restore(model: Any) -> None:
             del model.forward
         else:
             model.forward = old.forward
+        del model._replicate_for_data_parallel
         delattr(model, ATTRIBUTE)
     patched_models.discard(model)
