@@ -169,7 +169,9 @@ def token_logprobs(
     if support is not None:
         listed = list_tokens(*call)
         check_support(support, listed)
-        if not is_everything(support, listed):
+        # Over the whole vocabulary the entropy has no derivative by the temperature.
+        needs_lists = "entropy" in stats and _needs_grad(token_temperature)
+        if needs_lists or not is_everything(support, listed):
             return _over_support(listed, support, candidates, top_k, stats)
         outside = listed.wrap(torch.zeros_like(support.offsets[0]))
     result = compute_loss(*call)
@@ -268,9 +270,13 @@ def over_temperature(logit_scale: float, temperature: float) -> float:
     return logit_scale / temperature
 
 
+def _needs_grad(temperature: Tensor | None) -> bool:
+    return temperature is not None and temperature.requires_grad and torch.is_grad_enabled()
+
+
 def _temperature_of_tokens(temperature: Tensor, targets: Tensor, entropy: bool) -> Tensor:
     require_tensor("temperature", temperature)
-    if entropy and temperature.requires_grad and torch.is_grad_enabled():
+    if entropy and _needs_grad(temperature):
         raise ValueError(
             "temperature must not require grad with entropy=True: the entropy's derivative by "
             "temperature is not computed; pass temperature.detach(), or call once more for the "

@@ -112,10 +112,10 @@ def add_halves(rows: Tensor) -> Tensor:
 def logaddexp_parts(parts: Tensor, total: Callable[[Tensor], Tensor] = sum_rows) -> Tensor:
     """Returns log sum_r exp(parts[r]) over dim 0: [W, ...] -> [...]. Args: total: sums over dim 0.
 
-    -inf parts (an empty shard) add nothing; all of them -inf give -inf.
+    -inf parts (an empty shard) add nothing; all of them -inf give -inf, and one of inf inf.
     """
     top = parts.amax(0)
-    base = top.masked_fill(top == -torch.inf, 0)
+    base = top.masked_fill(top.isinf(), 0)
     return base + total((parts - base).exp()).log()
 
 

@@ -13,6 +13,7 @@ from cce_dist.distillation.columns import Columns
 from cce_dist.distillation.divergences import Divergence
 from cce_dist.distillation.function import Computed, Objective
 from cce_dist.distillation.loss import (
+    NOTHING_IGNORED,
     DistillationOutput,
     DistillationStat,
     checked_targets,
@@ -198,6 +199,7 @@ def listed_distillation(
     objective = objective_of(divergence, beta, temperature, alpha)
     require_choice("rest", rest, get_args(Rest))
     require_choice("gradient", gradient, get_args(GradientOfEach))
+    ignore_index = NOTHING_IGNORED if targets is None else ignore_index
     targets = checked_targets(targets, hidden, objective, stats, sequence_parallel, group)
     options = options_of(
         sequence_parallel=sequence_parallel,

@@ -16,11 +16,11 @@ from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
 from cce_dist.distillation.by_kernels import DistillByKernels
 from cce_dist.distillation.divergences import Divergence, Divergences
 from cce_dist.distillation.function import Computed, Distill, Objective, takes_tiles
-from cce_dist.distillation.teacher import local_teacher, teacher_of
+from cce_dist.distillation.teacher import local_teacher, teacher_logits, teacher_of
 from cce_dist.frontend import validation
 from cce_dist.frontend.eager import compute as compute_loss
 from cce_dist.frontend.inputs import Inputs, options_of
-from cce_dist.frontend.prepare import enter, local_targets_of, validate
+from cce_dist.frontend.prepare import enter, local_targets_of, narrow, validate
 from cce_dist.frontend.reduction import PickedTokens, TokenLoss, gathered, pick_tokens
 from cce_dist.options import (
     Backend,
@@ -29,6 +29,7 @@ from cce_dist.options import (
     Reduction,
     Screen,
     require_choice,
+    require_factor,
     require_finite,
     require_stats,
 )
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 DistillationStat = Literal["divergence", "nll"]
 GradientOfBoth = Literal["filtered", "exact"]
+# No class is it.
+NOTHING_IGNORED = -100
 
 
 class DistillationOutput(NamedTuple):
@@ -133,6 +136,7 @@ def linear_distillation(
     """
     objective = objective_of(divergence, beta, temperature, alpha)
     require_choice("gradient", gradient, get_args(GradientOfBoth))
+    ignore_index = NOTHING_IGNORED if targets is None else ignore_index
     targets = checked_targets(targets, hidden, objective, stats, sequence_parallel, group)
     inputs = Inputs(hidden, weight, targets, bias, token_weight)
     options = options_of(
@@ -153,11 +157,14 @@ def linear_distillation(
             f"filter of linear_distillation must keep columns by mass, got eps={filter.eps!r}: use "
             "Filter.keep"
         )
+    logits = teacher_logits(teacher_softcap, teacher_logit_scale)
+    for name, scale in (("logit_scale", options.logit_scale), ("teacher_logit_scale", logits[1])):
+        text = f"{name}={scale!r} / temperature={objective.temperature!r}"
+        require_factor(text, scale / objective.temperature)
     inputs, options, group, vocab_shard, parts = enter(inputs, options, group, vocab_shard)
     of_teacher = (teacher_hidden, teacher_weight, teacher_bias)
     of_teacher = local_teacher(hidden, weight, *of_teacher, parts)
     options, of_tiles = _backends_of(options, objective, of_teacher[1])
-    logits = teacher_softcap, teacher_logit_scale
     arguments = (inputs, of_teacher, logits, options, group, vocab_shard, objective, of_tiles)
     if is_traced():
         # The module imports the compiler, which a tracing caller has imported already.
@@ -214,7 +221,8 @@ def _call_of(plan: Plan, picked: PickedTokens, hidden: Tensor) -> Call:
     return Call(
         plan=plan,
         rows=picked.rows,
-        local_targets=local_targets_of(picked, plan.shard),
+        # A copy: the caller may fill the targets' memory anew before the backward.
+        local_targets=narrow(local_targets_of(picked, plan.shard), plan.shard.vocab_size),
         count=picked.count,
         device_type=hidden.device.type,
         class_weight=None,
@@ -321,9 +329,9 @@ def checked_targets(
 
 
 def no_targets(hidden: Tensor, split: bool, group: object) -> Tensor:
-    """Returns targets for tokens that all count: any class will do."""
+    """Returns targets for tokens that all count, with `NOTHING_IGNORED`: any class will do."""
     hidden = validation.require_tensor("hidden", hidden)
-    first, *others = hidden.shape[:-1] or (1,)
-    if split:
-        first *= group_size(resolve_group(group))  # pyright: ignore[reportArgumentType]
-    return torch.zeros((first, *others), dtype=torch.int64, device=hidden.device)
+    shape = list(hidden.shape[:-1])
+    if split and shape:
+        shape[0] *= group_size(resolve_group(group))  # pyright: ignore[reportArgumentType]
+    return torch.zeros(shape, dtype=torch.int64, device=hidden.device)

@@ -64,6 +64,22 @@ def _require_as(name: str, value: Any, other_name: str, other: Any) -> None:
         )
 
 
+def teacher_logits(softcap: Any, logit_scale: Any) -> tuple[float | None, float]:
+    """Checks softcap and scale of the teacher's logits, and returns them.
+
+    Raises:
+        ValueError: a value is not allowed.
+    """
+    try:
+        checked = options_of(
+            softcap=softcap, logit_scale=logit_scale, filter=Filter(), screen=Screen()
+        )
+    except ValueError as error:
+        # Each message begins with the option's name.
+        raise ValueError(f"teacher_{error}") from None
+    return checked.softcap, checked.logit_scale
+
+
 def teacher_of(
     hidden: Tensor,
     teacher_hidden: Tensor,
@@ -71,7 +87,7 @@ def teacher_of(
     teacher_bias: Tensor | None,
     num_weight_rows: int,  # of the student's weight on this rank, its padding included
     shard: VocabShard,
-    logits: tuple[float | None, float],  # softcap and scale
+    logits: tuple[float | None, float],  # of `teacher_logits`
 ) -> Teacher:
     """Checks the teacher's arguments, and cuts off padding.
 
@@ -108,7 +124,8 @@ def teacher_of(
             f"teacher_weight must have the student's {num_classes} classes of this rank and may "
             f"have padding after them, got {num_rows} rows"
         )
-    if num_classes < shard.vocab_size <= num_rows:
+    # The student's rows may be padded to more than the vocabulary.
+    if num_classes < shard.vocab_size <= num_rows != num_weight_rows:
         raise ValueError(
             f"teacher_weight must have this rank's rows of the ids [{shard.start}, {shard.stop}), "
             f"got {num_rows} rows, as many as the whole vocabulary has"
@@ -128,13 +145,9 @@ def teacher_of(
                 f"{name} must not require grad: linear_distillation has gradients by the student's "
                 "tensors alone; compute the teacher under torch.no_grad(), or pass detach()"
             )
-    # The checks of the student's options.
-    names = {"softcap": logits[0], "logit_scale": logits[1]}
-    checked = options_of(**names, filter=Filter(), screen=Screen())
     return Teacher(
         teacher_hidden.reshape(-1, shape[-1]),
         teacher_weight[:num_classes],
         None if teacher_bias is None else teacher_bias[:num_classes],
-        checked.softcap,
-        checked.logit_scale,
+        *logits,
     )

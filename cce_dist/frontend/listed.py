@@ -93,7 +93,7 @@ class Listed:
     def result(self, values: Tensor) -> Tensor:
         """Brings values [N, ...] to targets' (shifted) shape, 0 at tokens that do not count."""
         counts = self.counts.view(-1, *(1 for _ in values.shape[1:]))
-        values = values.masked_fill(~counts, 0).view(*self.shape, *values.shape[1:])
+        values = values.masked_fill(~counts, 0).view((*self.shape, *values.shape[1:]))
         return self.wrap(self.shifted(values))
 
     def shifted(self, values: Tensor) -> Tensor:

@@ -284,6 +284,8 @@ class Finish:
         if not self.options.stats:
             return loss
         sum_p2, max_logit, is_argmax, mean, m2, screened, tail = plain
+        # The gradient of a temperature takes the entropy, too.
+        entropy = entropy if "entropy" in self.options.stats else None
         moments = None
         if max_logit is not None and mean is not None and m2 is not None:
             variance = m2 / self.vocab_size

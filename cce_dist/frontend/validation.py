@@ -300,6 +300,28 @@ def check_weights(
         )
 
 
+def _overlaps_itself(matrix: Tensor) -> bool:
+    """Tells whether two elements of a matrix have the same memory."""
+    if not matrix.numel():
+        return False
+    reach = 1
+    for stride, size in sorted(zip(matrix.stride(), matrix.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    """Tells whether two matrices without gaps overlap; of others, whether they begin together."""
+    begins = first.data_ptr(), second.data_ptr()
+    if not all(x.is_contiguous() or x.T.is_contiguous() for x in (first, second)):
+        return begins[0] == begins[1]
+    ends = (x.data_ptr() + x.numel() * x.element_size() for x in (first, second))
+    return max(begins) < min(ends)
+
+
 def check_grad_weight_into(buffer: Tensor | None, weight: Tensor, needs_grad: bool) -> None:
     if buffer is None:
         return
@@ -317,12 +339,12 @@ def check_grad_weight_into(buffer: Tensor | None, weight: Tensor, needs_grad: bo
     require_device("grad_weight_into", buffer, weight)
     if buffer.requires_grad:
         raise ValueError("grad_weight_into must not require grad: it is written in the backward")
-    if 0 in buffer.stride() and buffer.numel() > 1:
+    if _overlaps_itself(buffer):
         raise ValueError(
-            "grad_weight_into must have memory for each of its elements, got an expanded tensor "
-            f"of strides {list(buffer.stride())}"
+            "grad_weight_into must have memory for each of its elements, got a tensor of strides "
+            f"{list(buffer.stride())}"
         )
-    if buffer.numel() and not is_fake(buffer) and buffer.data_ptr() == weight.data_ptr():
+    if buffer.numel() and not is_fake(buffer) and _share_memory(buffer, weight):
         raise ValueError("grad_weight_into must have memory of its own, got that of weight")
     if not needs_grad and torch.is_grad_enabled():
         raise ValueError(

@@ -58,13 +58,15 @@ def all_reduce_logaddexp(
     MPI one all-reduce of twice as many fp32 or float64 numbers. None without a group.
     Not differentiable.
     Raises:
-        ValueError: tensor is not floating, requires grad while grad mode is on, or, on the CPU, has
-            another size on another rank.
+        ValueError: tensor is not floating, not dense, requires grad while grad mode is on, or, on
+            the CPU, has another size on another rank.
     Source: docs/design/loss.md#online-merge.
     """
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor)
         raise ValueError(f"tensor must be a floating-point Tensor, got {got}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"tensor must be dense, got layout {tensor.layout}")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "tensor must not require grad: all_reduce_logaddexp is not differentiable, and the "

@@ -189,6 +189,10 @@ def test_without_targets_all_tokens_count() -> None:
     torch.testing.assert_close(loss, divergence_reference(z, y, "forward_kl"))
     some = linear_distillation(*given, torch.full(TOKENS, -100))
     assert isinstance(some, Tensor) and not some.any()
+    # A pad id that no target has.
+    assert torch.equal(linear_distillation(*given, reduction="none", ignore_index=0), loss)  # pyright: ignore
+    of_one = linear_distillation(both.hidden[0, 0], given[1], both.teacher_hidden[0, 0], given[3])
+    torch.testing.assert_close(of_one, loss[0, 0])  # pyright: ignore
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -286,12 +290,44 @@ def test_ranks_that_do_not_tile_the_vocabulary() -> None:
         shared_pool().run(2, whole_head)
 
 
+def of_a_padded_rank(group: Any) -> Tensor:
+    # Megatron pads to a multiple of 128 rows a rank: here the second rank has padding alone.
+    torch.manual_seed(0)
+    shard = VocabShard.even(128, dist.get_rank(group), 2, 100)
+    hidden, teacher_hidden, weight = (torch.randn(n, 8) for n in (5, 5, 256))
+    rows = weight[shard.start : shard.start + 128]
+    loss = linear_distillation(
+        hidden, rows, teacher_hidden, rows, group=group, vocab_shard=shard, reduction="none"
+    )
+    logits = (x @ weight[:100].T for x in (hidden, teacher_hidden))
+    torch.testing.assert_close(loss, divergence_reference(*logits, "forward_kl"))
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def test_a_rank_of_padding_may_have_more_rows_than_the_vocabulary() -> None:
+    first, second = shared_pool().run(2, of_a_padded_rank)
+    assert torch.equal(first, second)
+
+
 # -- what is refused ----------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "divergence": ({"divergence": "kl"}, "^divergence must be one of 'forward_kl', .* got 'kl'"),
     "beta": ({"beta": 1.0}, r"^beta must lie in \(0, 1\), got 1.0"),
     "temperature": ({"temperature": 0}, "^temperature must be > 0, got 0"),
+    "scale": (
+        {"temperature": 1e-40},
+        "^logit_scale=1.0 / temperature=1e-40 must lie between 1e-30 and 1e.30 in size",
+    ),
+    "teacher's scale": (
+        {"temperature": 1e20, "teacher_logit_scale": 1e-20},
+        "^teacher_logit_scale=1e-20 / temperature=1e.20 must lie between",
+    ),
+    "teacher's softcap": (
+        {"teacher_softcap": -1.0},
+        "^teacher_softcap must be None or > 0, got -1.0",
+    ),
     "alpha": ({"alpha": 1.5}, r"^alpha must lie in \[0, 1\], got 1.5"),
     "targets": ({"targets": None}, "^targets must be given with alpha=0.25, got None"),
     "nll": ({"alpha": 0.0}, '^stats "nll" needs alpha > 0, got alpha=0'),

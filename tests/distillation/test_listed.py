@@ -237,6 +237,8 @@ def test_without_targets_all_tokens_count() -> None:
     )
     assert isinstance(loss, Tensor) and loss.shape == TOKENS and bool((loss > 0).all())
     torch.testing.assert_close(loss, all_count)
+    # A pad id that no target has.
+    assert torch.equal(listed_distillation(*given, reduction="none", ignore_index=0), loss)  # pyright: ignore
     none = listed_distillation(*given, torch.full(TOKENS, -100))
     assert isinstance(none, Tensor) and not none.any()
     empty = TeacherLogprobs(*(x[:0] for x in student.teacher))
@@ -296,6 +298,14 @@ def test_teacher_topk_is_torchs(place: Place, k: int, dtype: str) -> None:
     assert bool((logprobs[..., width:] == -torch.inf).all()) and not ids[..., width:].any()
     loss = listed_distillation(student.hidden, student.weight, teacher, **place.options)
     assert isinstance(loss, Tensor) and bool(loss.isfinite())
+
+
+def test_teacher_topk_of_a_single_token() -> None:
+    hidden, weight = torch.randn(8), torch.randn(20, 8)
+    teacher = teacher_topk(hidden, weight, 3)
+    values, ids = (weight @ hidden).log_softmax(-1).topk(3)
+    assert torch.equal(teacher.ids, ids)
+    torch.testing.assert_close(teacher.logprobs, values)
 
 
 def test_teacher_topk_leaves_padded_rows_out() -> None:

@@ -335,6 +335,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_token_logprobs_has_no_entropy_that_nobody_asked_for() -> None:
+    """A temperature that requires grad computes it."""
+    inputs = gaussian_inputs(8, 50, 4, generator=generator())
+    temperature = torch.ones(8, requires_grad=True)
+    found = token_logprobs(
+        inputs.hidden,
+        inputs.weight,
+        inputs.targets,
+        temperature=temperature,
+        stats=("correct",),
+        **TORCH_CPU.options,
+    )
+    assert found.correct is not None and found.entropy is None
+    found.logprobs.sum().backward()
+    assert temperature.grad is not None
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_token_logprobs_refuses(case: str) -> None:
     changed, message = REFUSED[case]

@@ -134,6 +134,33 @@ def test_a_support_of_everything_is_none() -> None:
     assert not torch.equal(found.logprobs, whole.logprobs)
 
 
+def test_a_support_of_everything_has_the_entropys_derivative_by_temperature() -> None:
+    listing = replace(Listing.make(torch.float64), allowed=torch.ones(*SHAPE, CLASSES).bool())
+    tokens = SHAPE[0] * SHAPE[1]
+    flat = torch.arange(CLASSES).repeat(tokens)
+    everything = TokenSupport(torch.arange(tokens + 1) * CLASSES, flat)
+    temperature = torch.rand(SHAPE, dtype=torch.float64).add_(0.5).requires_grad_()
+    given = (listing.hidden, listing.weight, listing.targets.clamp(min=0))
+    out = token_logprobs(*given, temperature=temperature, entropy=True, support=everything)
+    assert out.entropy is not None
+    (grad,) = torch.autograd.grad(out.entropy.sum() + out.logprobs.sum(), temperature)
+    log_p = (listing.hidden @ listing.weight.T / temperature[..., None]).log_softmax(-1)
+    picked = log_p.gather(-1, given[2][..., None]).sum()
+    (expected,) = torch.autograd.grad(picked - (log_p.exp() * log_p).sum(), temperature)
+    torch.testing.assert_close(grad, expected)
+
+
+def test_a_single_token() -> None:
+    listing = Listing.make(torch.float64)
+    hidden, target = listing.hidden[0, 0], torch.tensor(2)
+    ids = torch.tensor([1, 2, 5])
+    out = token_logprobs(
+        hidden, listing.weight, target, support=TokenSupport(torch.tensor([0, 3]), ids)
+    )
+    expected = (hidden @ listing.weight[ids].T).log_softmax(-1)[1]
+    torch.testing.assert_close(out.logprobs, expected)
+
+
 @pytest.mark.parametrize("supported", [True, False])
 def test_tokens_left_out_are_not_read(supported: bool) -> None:
     listing = Listing.make(torch.float64)

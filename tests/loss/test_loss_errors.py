@@ -177,6 +177,14 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
         {"grad_weight_into": torch.zeros(1, D).expand(V, D)},
         r"grad_weight_into must have memory for each .*\[0, 1\]",
     ),
+    "main_grad_overlaps_itself": (
+        {"grad_weight_into": torch.zeros(V * D).as_strided((V, D), (D - 1, 1))},
+        rf"grad_weight_into must have memory for each .*\[{D - 1}, 1\]",
+    ),
+    "main_grad_overlaps_the_weight": (
+        {"weight": SHARED[:-1], "grad_weight_into": SHARED.detach()[1:]},
+        r"grad_weight_into must have memory of its own, got that of weight",
+    ),
     "main_grad_is_the_weight": (
         {"weight": SHARED, "grad_weight_into": SHARED.detach()},
         r"grad_weight_into must have memory of its own, got that of weight",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cce_dist import Filter
+from cce_dist import Filter, linear_cross_entropy
 from cce_dist.testing import (
     DTYPES,
     Case,
@@ -77,6 +77,32 @@ def test_linear_cross_entropy_minus_inf_bias(
         return
     check_outputs(case, outputs)
     assert not outputs["grad_weight"][where].any() and not outputs["grad_bias"][where].any()
+
+
+UPSTREAM = {"half": 0.5, "three": 3.0, "large": -1e6}
+
+
+@pytest.mark.parametrize(**grid(gradient=("exact", "filtered"), upstream=UPSTREAM))
+def test_linear_cross_entropy_entropy_of_masked_classes(
+    place: Place, gradient: Any, upstream: float
+) -> None:
+    inputs = gaussian_inputs(9, 40, 8, generator=generator())
+    bias = torch.zeros(40)
+    bias[3], bias[17:29] = -torch.inf, -torch.inf
+    hidden, weight, bias = (
+        x.to(place.device).requires_grad_() for x in (inputs.hidden, inputs.weight, bias)
+    )
+    targets = torch.zeros(9, dtype=torch.int64, device=place.device)
+    leaves = (hidden, weight, bias)
+    options: Any = {"bias": bias, "stats": ("entropy", "logit_moments"), **place.options}
+    out: Any = linear_cross_entropy(hidden, weight, targets, gradient=gradient, **options)
+    grads = torch.autograd.grad(upstream * out.entropy.sum(), leaves)
+    logits = hidden.double() @ weight.double().T + bias
+    log_p = logits.log_softmax(-1).masked_fill(bias == -torch.inf, -1e9)
+    entropy = -(log_p.exp() * log_p).sum()
+    for grad, expected in zip(grads, torch.autograd.grad(upstream * entropy, leaves), strict=True):
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=2e-6 * abs(upstream))
+    assert bool((out.logit_moments.mean == -torch.inf).all())
 
 
 SOFTCAPS = {"plain": None, "softcap": 30.0}

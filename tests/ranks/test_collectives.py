@@ -30,6 +30,7 @@ VALUES = {
     "one_rank_empty": torch.tensor([[1.0, 2.0], [-INF, -INF], [0.5, -3.0], [1.0, 1.0]]),
     "all_empty": torch.full((4, 3), -INF),
     "mixed": torch.tensor([[-INF, 1.0], [2.0, -INF], [-INF, -INF], [-INF, 100.0]]),
+    "infinite": torch.tensor([[INF, 1.0], [2.0, INF], [-INF, -INF], [INF, 1.0]]),
     "matrix": torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0)),
     "scalar": torch.arange(4.0),
     "no_elements": torch.empty(4, 0),
@@ -69,6 +70,11 @@ def test_all_reduce_logaddexp_non_contiguous() -> None:
     parts = VALUES["matrix"]
     for found in shared_pool().run(3, strided, parts):
         torch.testing.assert_close(found, parts[:3].logsumexp(0).T)
+
+
+def test_all_reduce_logaddexp_refuses_a_sparse_tensor() -> None:
+    with pytest.raises(ValueError, match=r"^tensor must be dense, got layout torch\.sparse_coo"):
+        all_reduce_logaddexp(torch.eye(2).to_sparse())
 
 
 def test_all_reduce_logaddexp_without_a_group() -> None:

@@ -33,6 +33,8 @@ from cce_dist.options import TOKEN_BLOCK
 # The share of kept columns from which a tile is computed whole and masked: gathering rows of the
 # weight then costs more than the products that it saves.
 MASK_FROM = 0.5
+# exp of it is 0 in float64, too.
+LEAST_LOG_P = -1e4
 
 
 def gradients(
@@ -275,7 +277,8 @@ class _Task:
         factor = factors.probability[i0:i1, None]
         if entropy and factors.entropy is not None:
             assert self.entropy is not None
-            log_p = (z - lse).clamp_min_(torch.finfo(z.dtype).min)
+            # Of logits of -inf: p is 0 far above the bound, and the upstream gradient may be large.
+            log_p = (z - lse).clamp_min_(LEAST_LOG_P)
             factor = factor - factors.entropy[i0:i1, None] * (log_p + self.entropy[i0:i1, None])
         grad = z.sub_(lse).exp_().mul_(factor)
         if factors.target is not None:

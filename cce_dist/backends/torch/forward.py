@@ -101,7 +101,9 @@ class _RunningStats:
         count, total = z.shape[1], first_column + z.shape[1]
         shifted = z - self.origin[tokens, None]
         variance, mean = torch.var_mean(shifted, dim=1, correction=0)
-        delta = mean - self.mean[tokens]
+        # Logits of -inf, by a bias, give var_mean a mean of NaN. A mean of -inf stays so.
+        mean.masked_fill_(shifted.amin(1) == -torch.inf, -torch.inf)
+        delta = (mean - self.mean[tokens]).masked_fill_(self.mean[tokens] == -torch.inf, 0)
         self.mean[tokens] += delta * (count / total)
         self.m2[tokens] += variance * count + delta**2 * (first_column * count / total)
 
