@@ -107,7 +107,7 @@ def _fields(keys: KeyReader) -> Fields:
 def _head_dim(keys: KeyReader, dim: int, heads: int) -> int | None:
     value = keys.value("head_dim")
     if keys.kind in EVEN_HEADS:
-        if value is not None and value * heads != dim:
+        if value is not None and value != dim / heads:
             even = f"transformers' {keys.kind} does not read it"
             keys.notes.append(f"head_dim: {value}, but {even}: hidden_size / heads")
         return None
@@ -173,7 +173,7 @@ def _window(keys: KeyReader, layers: int) -> Fields:
         keys.notes.append("no_rope_layers: counted as layers with rotary positions")
     elif kind == "gpt_neo":
         types = keys.value("attention_types") or [[["global", "local"], 1]]
-        if types[0][0] != ["global", "local"]:
+        if not isinstance(types[0], list) or types[0][:1] != [["global", "local"]]:
             raise ValueError(
                 "attention_types of gpt_neo must alternate 'global' and 'local', got "
                 f"{types!r}: other orders are not modelled"

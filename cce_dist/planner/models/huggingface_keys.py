@@ -110,12 +110,18 @@ HARMLESS_OF = {
 }
 
 
+LISTS = ("attention_types", "cross_attention_layers", "layer_types")
+
+
 def require_modelled(config: Mapping[str, Any], kind: str) -> None:
     """Checks that the planner models what the keys say of the model.
 
     Raises:
         ValueError: a key has a value that is not modelled; the message names both.
     """
+    for key in LISTS:
+        if config.get(key) is not None and not isinstance(config[key], list | tuple):
+            raise ValueError(f"{key} of {kind} must be a list, got {config[key]!r}")
     for key, harmless in REFUSED.items():
         if key in config and config[key] not in harmless:
             allowed = " or ".join(map(repr, harmless))

@@ -15,10 +15,12 @@ def text_model_config(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], lis
     """Returns the text model's keys, and notes on the file's other keys.
 
     Raises:
-        ValueError: text_config is no object or has no model_type, or the file and its text_config
-            differ in whether the head is tied.
+        ValueError: model_type is no string, text_config is no object or has no model_type, or the
+            file and its text_config differ in whether the head is tied.
     """
     kind, nested = config.get("model_type"), config.get("text_config")
+    if kind is not None and not isinstance(kind, str):
+        raise ValueError(f"model_type must be a string, got {kind!r}")
     if nested is None and kind in FLAT:
         flat = {key: value for key, value in config.items() if not key.endswith("_config")}
         text_config = flat | {"model_type": TEXT_OF[kind]}

@@ -11,6 +11,7 @@ from tests.planner.models.plan_configs import (
     EXAONE4,
     FULL,
     GEMMA3,
+    GPT_NEO,
     GRANITE,
     LINEAR,
     LLAMA_VISION,
@@ -114,6 +115,12 @@ FILES: list[tuple[dict[str, Any], str]] = [
     (EXAONE4 | {"layer_types": None}, "must be an integer >= 1"),
     (LLAMA_VISION | TIED, "more_rows must be 0"),
     ({"model_type": "qwen3", "layer_types": [LINEAR]}, "of qwen3 must be 'full_attention'"),
+    ({"model_type": ["llama"]}, "model_type must be a string, got "),
+    ({"model_type": "llama", "layer_types": -1}, "layer_types of llama must be a list, got -1"),
+    (QWEN35 | {"layer_types": 0}, "layer_types of qwen3_5_text must be a list, got 0"),
+    (LLAMA_VISION | {"cross_attention_layers": 3}, "must be a list, got 3"),
+    (GPT_NEO | {"attention_types": {"global": 1}}, "must be a list, got {"),
+    (GPT_NEO | {"attention_types": [3]}, "attention_types of gpt_neo must alternate"),
 ]
 
 
