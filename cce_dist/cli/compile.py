@@ -49,7 +49,8 @@ def compile_command(
         ),
     ] = None,
     ranks: Annotated[
-        int, typer.Option(help="Ranks of the job, for a YAML file with global_batch or tp: all.")
+        int,
+        typer.Option(min=1, help="Ranks of the job, for a YAML file with global_batch or tp: all."),
     ] = 1,
     cache: Annotated[
         Path | None, typer.Option(help="Triton's cache, at its path in the job; else Triton's own.")
@@ -170,7 +171,10 @@ def _value(key: str, text: str) -> Any:
     except json.JSONDecodeError:
         return text
     if key in RECORDS and isinstance(value, dict):
-        return getattr(cce_dist, RECORDS[key])(**value)
+        try:
+            return getattr(cce_dist, RECORDS[key])(**value)
+        except TypeError as error:
+            raise ValueError(f"loss: {key} must have keys of {RECORDS[key]}: {error}") from None
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,7 @@ def rename_weights(
 
     moved: list[str] = []
     files = sorted(model.glob("*.safetensors"))
+    _require_all(model, files)
     for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
@@ -103,6 +105,11 @@ def rename_weights(
             others = ((name, x.shape) for name, x in tensors.items() if name not in of_ids)
             _refuse_others(others, num_rows)
             for name in of_ids:
+                if len(tensors[name]) != num_rows:
+                    raise ValueError(
+                        f"{name} of {path} must have a row for each of config.json's {num_rows} "
+                        f"ids, got {tuple(tensors[name].shape)}"
+                    )
                 tensors[name] = tensors[name].index_select(0, old_ids)
             save_file(tensors, out / path.name, metadata)
         except SafetensorError as error:
@@ -111,6 +118,25 @@ def rename_weights(
     if files and not moved:
         raise ValueError(f"{model} must have one of the tensors {sorted(names)}, got none")
     return moved
+
+
+def _require_all(model: Path, files: Sequence[Path]) -> None:
+    """Checks that every file of the checkpoint's index is there: rows that are not here would keep
+    their old ids.
+
+    Raises:
+        ValueError: a file is missing, or the index cannot be read.
+    """
+    for index in sorted(model.glob("*.safetensors.index.json")):
+        try:
+            expected = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{index} must have a weight_map, got {error!r}") from None
+        missing = sorted(expected - {path.name for path in files})
+        if missing:
+            raise ValueError(
+                f"{model} must have every file that {index.name} names, lacks {missing}"
+            )
 
 
 def _is_one_of(name: str, names: Iterable[str]) -> bool:

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from cce_dist.core.types import accumulate_dtype
 from cce_dist.frontend.dtensor import require_plain
 from cce_dist.frontend.validation import require_tensor
 from cce_dist.logprobs import TokenLogprobs
@@ -51,8 +52,8 @@ def grpo_loss(
 
     A token's loss is -min(r A, clamp(r, 1 - low, 1 + high) A) + kl_weight KL - entropy_weight H,
     with r = exp(now - before), A its advantage, and H its entropy. Tensors may have any shape
-    [..., T], with float dtypes, on one device; the loss has the dtype of `now`. No gradient flows
-    into `before`, `advantages` and `reference`.
+    [..., T], with float dtypes, on one device; the loss is fp32 (float64 for `now` in float64). No
+    gradient flows into `before`, `advantages` and `reference`.
 
     Tokens outside of the mask are not read: tensors may hold NaN there. A token with a
     log-probability of -inf in `now`, `before` or `reference`, such as a target outside of its
@@ -146,6 +147,9 @@ def _policy_loss(
     least, largest = _ratio_bounds(clip)
     _check_tensors(now, before, advantages, mask, penalty.reference)
     _check_penalty(now, penalty)
+    # Sums of 16 bits overflow, and `before` may be wider than `now`.
+    entropy = None if now.entropy is None else _widened(now.entropy)
+    now = now._replace(logprobs=_widened(now.logprobs), entropy=entropy)
     reference = penalty.reference
     counts = mask
     for each in (now.logprobs, before, reference):
@@ -195,6 +199,10 @@ def _estimate(kl: KL, gap: Tensor) -> Tensor:
     return gap.square() / 2 if kl == "k2" else gap.expm1() - gap
 
 
+def _widened(values: Tensor) -> Tensor:
+    return values.to(accumulate_dtype(values.dtype))
+
+
 def _where(counts: Tensor, values: Tensor) -> Tensor:
     return torch.where(counts, values, 0.0)
 
@@ -210,7 +218,7 @@ def _mean_of_sequences(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def _ratio_bounds(clip: object) -> tuple[float, float]:
-    pair = clip if isinstance(clip, tuple) else (clip, clip)
+    pair = clip if isinstance(clip, (tuple, list)) else (clip, clip)
     if len(pair) != 2:
         raise ValueError(f"clip must be a number or a pair (low, high), got {clip!r}")
     low = require_finite("clip's low", pair[0], minimum=0)

@@ -47,14 +47,15 @@ def group_advantages(
     require_bool("divide_by_std", divide_by_std)
     if require_finite("eps", eps) <= 0:
         raise ValueError(f"eps must be > 0, got {eps!r}")
-    grouped = rewards.detach().view(-1, group_size)
+    # Squares of 16 bits overflow.
+    grouped = rewards.detach().double().view(-1, group_size)
     # Without the first reward equal ones are 0, and so is their mean, which would be rounded.
     grouped = grouped - grouped[:, :1]
     centred = grouped - grouped.mean(1, keepdim=True)
     if divide_by_std:
         variance = centred.square().sum(1, keepdim=True) / (group_size - 1)
         centred = centred / (variance.sqrt() + eps)
-    return centred.flatten()
+    return centred.flatten().to(rewards.dtype)
 
 
 def two_model_logprobs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,12 +87,24 @@ def find_checkpoint(folder: Path, step: int | None) -> Checkpoint:
 
 
 def _complete_checkpoints(folder: Path) -> dict[int, Path]:
-    complete = [path for path in folder.glob("step_*") if (path / INFO_FILE).exists()]
+    paths = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
+    complete = [path for path in paths if (path / INFO_FILE).exists()]
     return {int(path.name.removeprefix("step_")): path for path in complete}
 
 
 def _open_checkpoint(folder: Path) -> Checkpoint:
-    info = json.loads((folder / INFO_FILE).read_text())
+    try:
+        info = json.loads((folder / INFO_FILE).read_text())
+        cache = Path(info["cache"]) if "cache" in info else None
+        found = Checkpoint(
+            folder, info["step"], info["dp"], info["data_key"], cache, info["config"]
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"checkpoint {folder} must have a {INFO_FILE} as it was written, got "
+            f"{type(error).__name__}: {error}; restore the file, or remove the checkpoint's folder "
+            "to go on from the one before"
+        ) from None
     for name, size in info.get("files", {}).items():
         path = folder / name
         got = path.stat().st_size if path.exists() else None
@@ -101,8 +114,7 @@ def _open_checkpoint(folder: Path) -> Checkpoint:
                 f"{'none' if got is None else f'{got} bytes'}: restore the file, or remove the "
                 "checkpoint's folder to go on from the one before"
             )
-    cache = Path(info["cache"]) if "cache" in info else None
-    return Checkpoint(folder, info["step"], info["dp"], info["data_key"], cache, info["config"])
+    return found
 
 
 @in_phase("checkpoint")

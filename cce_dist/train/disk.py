@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -15,6 +16,8 @@ from .progress import format_bytes
 
 # A file system may keep a file of a few bytes in its index, also when it has no block left.
 PROBE_BYTES = 2**16
+# In a run's folder.
+LOCK = ".lock"
 GO_ON = (
     "free space, or make the folder writable, and start the same command with --resume: it goes "
     "on from the newest checkpoint"
@@ -45,6 +48,29 @@ def writing(
         if scrap is not None:
             shutil.rmtree(scrap, ignore_errors=True)
         raise failure from None
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Holds a run's folder, also if it is renamed: another job must not write into it. The lock
+    ends with the process, however that ends.
+
+    Raises:
+        ConfigError: another job holds the folder.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context((folder / LOCK).open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run.name must be that of no job that is running, got {folder.name!r}, and "
+                f"another job writes to {folder}: wait for its end, or set another run.name"
+            ) from None
+        except OSError:
+            # Nothing can be written there, as later messages say, or the file system has no locks.
+            pass
+        yield
 
 
 def require_space(folder: Path, key: str, num_bytes: int) -> None:
@@ -79,7 +105,7 @@ def require_space(folder: Path, key: str, num_bytes: int) -> None:
 
 
 def read_text(path: Path, argument: str) -> str:
-    """Reads a UTF-8 file.
+    """Reads a UTF-8 file. The ends of its lines stay as they are.
 
     Args:
         argument: the key or option that names the file, for the message.
@@ -87,7 +113,7 @@ def read_text(path: Path, argument: str) -> str:
         ConfigError: the file cannot be read, or is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf8")
+        return path.read_bytes().decode("utf8")
     except OSError as error:
         raise ConfigError(f"{argument}: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

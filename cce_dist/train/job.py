@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from cce_dist.train.watch.heartbeat import Heartbeat
 from cce_dist.train.watch.watch import run_watched, wait_for_main
 
 from .checkpoint import check_resumable, checkpoint_bytes, newest_checkpoint, remove_partial
-from .disk import reason_of, require_space, writing
+from .disk import LOCK, held, reason_of, require_space, writing
 from .errors import ConfigError
 from .loop import Job, Run, resume_run, start_run, train
 from .metrics import append_events, open_events
@@ -38,8 +39,10 @@ def run_job(
     continue the run, whatever `resume` is.
     """
     resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    work = partial(_train_and_report, resume=resume, compare_dense=compare_dense)
-    return run_watched(partial(_load, config_path, overrides), work, _kin)
+    with ExitStack() as locks:
+        options = {"locks": locks, "resume": resume, "compare_dense": compare_dense}
+        work = partial(_train_and_report, **options)
+        return run_watched(partial(_load, config_path, overrides), work, _kin)
 
 
 def _load(config_path: Path, overrides: Sequence[tuple[str, str]]) -> TrainConfig:
@@ -61,12 +64,13 @@ def _train_and_report(
     heartbeat: Heartbeat,
     stop: StopRequest,
     *,
+    locks: ExitStack,
     resume: bool,
     compare_dense: bool,
 ) -> None:
     display = Display(ranks.is_main)
     heartbeat.place.phase = "preparing the text"
-    cache = _share_tokens(config, ranks, display, resume)
+    cache = _share_tokens(config, ranks, display, resume, locks)
     batches = split_tokens(cache.tokens(), config)
     if cache.num_merged < config.data.vocab_size:
         display.warn(
@@ -119,10 +123,12 @@ def _trained(job: Job, folder: Path, head: str, resume: bool) -> Run | None:
     return run if train(job, run, start) else None
 
 
-def _share_tokens(config: TrainConfig, ranks: Ranks, display: Display, resume: bool) -> TokenCache:
+def _share_tokens(
+    config: TrainConfig, ranks: Ranks, display: Display, resume: bool, locks: ExitStack
+) -> TokenCache:
     """Prepares folder and text on the main rank; other ranks wait as long as that rank lives."""
     if ranks.is_main:
-        _open_run(config, display, resume)
+        _open_run(config, display, resume, locks)
         ranks.store.set("folder", "")
         cache = _prepare_tokens(config, ranks, display, resume)
         ranks.store.set("tokens", cache.key)
@@ -139,11 +145,15 @@ def _share_tokens(config: TrainConfig, ranks: Ranks, display: Display, resume: b
         ) from None
 
 
-def _open_run(config: TrainConfig, display: Display, resume: bool) -> None:
-    """Makes the run's folder, or finds it, and checks that a checkpoint can be written there."""
+def _open_run(config: TrainConfig, display: Display, resume: bool, locks: ExitStack) -> None:
+    """Makes the run's folder, or finds it, and checks that a checkpoint can be written there.
+
+    Args: locks: hold the folder from then on.
+    """
     num_bytes = checkpoint_bytes(config)
     # Unlike Path's method, os.path raises nothing for a folder that this user may not read.
     if resume and os.path.exists(config.run_dir):
+        locks.enter_context(held(config.run_dir))
         checkpoints = config.run_dir / "checkpoints"
         with writing("the checkpoints", checkpoints):
             remove_partial(checkpoints)
@@ -155,6 +165,7 @@ def _open_run(config: TrainConfig, display: Display, resume: bool) -> None:
     move_aside(config.run_dir, display)
     with writing("the folder of the run", config.run.out):
         config.run_dir.mkdir(exist_ok=True)
+    locks.enter_context(held(config.run_dir))
 
 
 def _prepare_tokens(
@@ -183,6 +194,8 @@ def move_aside(folder: Path, display: Display) -> None:
     while folder.with_name(f"{folder.name}.previous-{number}").exists():
         number += 1
     target = folder.with_name(f"{folder.name}.previous-{number}")
-    with writing("another name for the earlier run", folder.parent):
+    # That run may not have ended.
+    lock = held(folder) if os.path.exists(folder / LOCK) else nullcontext()
+    with lock, writing("another name for the earlier run", folder.parent):
         folder.rename(target)
     display.say(f"moved the earlier run to {target} (--resume would have continued it)")

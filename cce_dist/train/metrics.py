@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .disk import writing
+from .errors import ConfigError
 from .progress import StepRecord
 
 if TYPE_CHECKING:
@@ -29,8 +30,17 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / METRICS_FILE
     if not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
+        if line.endswith("\n"):
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise ConfigError(
+                    f"{path} must have a JSON object in each line, got in line {number}: {error}; "
+                    "restore the line, or remove it"
+                ) from None
+    return records
 
 
 def truncate_metrics(run_dir: Path, step: int) -> None:

@@ -139,6 +139,7 @@ def test_calls_of_model() -> None:
         (("64x32", "--arch", "sm_90", "--tp", "0"), "tp must be >= 1, got 0"),
         (("64x32", "--arch", "sm_90", "--loss", "soft=3"), "loss must be KEY=VALUE with a key of"),
         (("64x32", "--arch", "sm_90", "--loss", "gradient=no"), "gradient must be"),
+        (("64x32", "--arch", "sm_90", "--loss", 'filter={"foo": 1}'), "filter must have keys of"),
         (("64x32", "--arch", "sm_90", "--loss", "bias=int8"), "dtype must be one of"),
         (("run.yaml", "--arch", "sm_90", "--tp", "2"), "--tp must be left out with run.yaml"),
         (("pipe.yaml", "--arch", "sm_90"), "parallel.vocab_over_pipeline must be false"),
@@ -159,6 +160,11 @@ def test_bad_arguments(
     done = CliRunner().invoke(app, ["compile", *arguments])
     assert done.exit_code == 2, done.output
     assert done.stderr.startswith("error: ") and message in done.stderr
+
+
+def test_no_ranks() -> None:
+    done = CliRunner().invoke(app, ["compile", "64x32", "--arch", "sm_90", "--ranks", "0"])
+    assert done.exit_code == 2 and "--ranks" in done.output and "equal to 1" in done.output
 
 
 @pytest.mark.gpu

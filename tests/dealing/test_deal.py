@@ -249,6 +249,20 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "the model must have a row for each of 401 ids, got 400",
     ),
+    "other_rows": (
+        lambda old: edit(old / "config.json", vocab_size=404),
+        "must have a row for each of config.json's 404 ids, got (400,",
+    ),
+    "a_file_is_missing": (
+        lambda old: (old / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}'
+        ),
+        "must have every file that model.safetensors.index.json names, lacks ['model-00002",
+    ),
+    "index": (
+        lambda old: (old / "model.safetensors.index.json").write_text("{}"),
+        "model.safetensors.index.json must have a weight_map",
+    ),
     "pickled": (
         lambda old: (old / "model.safetensors").rename(old / "pytorch_model.bin"),
         "in safetensors, got pytorch_model.bin",

@@ -415,6 +415,28 @@ def test_group_advantages_refuse(changed: dict[str, Any], message: str) -> None:
         rl.group_advantages(**{"rewards": torch.zeros(4), "group_size": 2, **changed})
 
 
+@pytest.mark.parametrize(
+    "rewards", [[0.0, 600.0, 0.0, 600.0], [3e4, -4e4, 1.0, 2.0], [0.0, 2e-4, 0.0, 2e-4]]
+)
+def test_group_advantages_of_16_bits(rewards: list[float]) -> None:
+    half = torch.tensor(rewards, dtype=torch.float16)
+    advantages = rl.group_advantages(half, 4)
+    assert advantages.dtype == torch.float16
+    assert torch.equal(advantages, rl.group_advantages(half.double(), 4).half())
+
+
+def test_losses_of_16_bits_are_summed_wide() -> None:
+    tokens = 80_000
+    now = TokenLogprobs(torch.full((2, tokens), -1.0, dtype=torch.float16).requires_grad_(), None)
+    before = torch.full((2, tokens), -1.003)
+    mask = torch.ones(2, tokens, dtype=torch.bool)
+    for loss in (rl.dapo_loss, rl.grpo_loss):
+        result = loss(now, before, torch.ones(2), mask=mask, clip=[0.2, 0.28])  # pyright: ignore
+        assert result.loss.dtype == torch.float32
+        torch.testing.assert_close(result.loss, torch.tensor(-math.exp(0.003)), atol=1e-4, rtol=0)
+        torch.testing.assert_close(result.ratio, -result.loss.detach(), atol=1e-6, rtol=0)
+
+
 def test_two_model_logprobs() -> None:
     """A reference of another hidden size, number of rows, dtype, bias and softcap."""
     ids, mask = torch.randint(CLASSES, (2, 5)), torch.rand(2, 5) < 0.7

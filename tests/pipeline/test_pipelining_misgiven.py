@@ -88,3 +88,7 @@ def test_last_stage_loss_refuses_other_keywords() -> None:
     """When it is made, and not in the schedule's first step."""
     with pytest.raises(TypeError, match="unexpected keyword argument 'softcp'"):
         LastStageLoss(torch.randn(8, 4), softcp=30.0)
+    values: dict[str, Any] = {"reduction": "bad", "softcap": -1.0, "gradient": "x"}
+    for name, value in values.items():
+        with pytest.raises(ValueError, match=f"^{name} must be "):
+            LastStageLoss(torch.randn(8, 4), **{name: value})

@@ -273,6 +273,9 @@ def test_eval_refuses_texts_and_tokenizers(out: Path, tmp_path: Path) -> None:
     refuse("TEXT: cannot read .*: Is a directory", text=tmp_path)
     text.write_bytes(b"ab\xff")
     refuse("must be UTF-8 text, got the byte 0xff at offset 2", text=text)
+    text.write_bytes(b"one\r\ntwo\r\n" * 20)
+    request = Request(run_dir=out / "run", texts=(text,))
+    assert read_texts(request, load_request(request, num_ranks=1))[1] == [200]
     text.write_text("short")
     refuse(r"must have at least the 16 tokens of a window, got \d: add text, or", text=text)
     refuse("the tokenizer of .* must be in .*--cache", text=text, cache=tmp_path)

@@ -245,6 +245,14 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
         ),
         pytest.param("[1, 2]", "must hold a mapping of keys, got [1, 2]", id="list"),
         pytest.param("a: [1", "is not valid YAML", id="not YAML"),
+        pytest.param("steps: 2020-13-45", "is not valid YAML: month must be in 1..12", id="date"),
+        pytest.param("steps: !!bool foo", "is not valid YAML", id="tag"),
+        pytest.param("[" * 5000, "is not valid YAML", id="brackets"),
+        pytest.param(
+            "optimizer: {lr: 0.01}\nsteps: 10\noptimizer: {warmup: 5}",
+            "the key 'optimizer' must come once",
+            id="a key twice",
+        ),
     ],
 )
 def test_load_config_refuses(tmp_path: Path, text: str, expected: str) -> None:

@@ -25,7 +25,7 @@ from cce_dist.train.checkpoint import checkpoint_bytes, newest_checkpoint
 from cce_dist.train.checkpoint_files import read_state, read_tensors, write_state
 from cce_dist.train.config.load import load_config
 from cce_dist.train.config.schema import DataConfig
-from cce_dist.train.data.tokens import prepare_tokens
+from cce_dist.train.data.tokens import encode_texts, prepare_tokens
 from cce_dist.train.disk import require_space, writing
 from cce_dist.train.errors import ConfigError, JobError
 from cce_dist.train.metrics import append_metrics, read_metrics, truncate_metrics
@@ -217,6 +217,44 @@ def test_prepare_tokens_on_a_disk_that_gets_full(
         with small_files(num_bytes), pytest.raises(JobError, match=message):
             prepare_tokens(config, lambda text: None)
         assert list(tmp_path.iterdir()) == [], "a part would fill the disk for ever"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("info.json", "{"), ("tokenizer.json", "{"), ("tokens.npy", "x"), ("tokens.npy", None)],
+)
+def test_a_damaged_cache_is_named(tmp_path: Path, name: str, content: str | None) -> None:
+    paths = (Path(argparse.__file__),)
+    config = DataConfig(paths=paths, vocab_size=300, cache=tmp_path)
+    cache = prepare_tokens(config, lambda text: None)
+    file = cache.folder / name
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    message = rf"data\.cache must have tokens as they were written in {cache.folder}, got .*remove"
+    with pytest.raises(ConfigError, match=message):
+        encode_texts(prepare_tokens(config, lambda text: None), ["a"])
+        cache.tokens()
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "step_00000006"
+    folder.mkdir()
+    # A checkpoint that somebody keeps under another name is none of the run's.
+    for name in ("step_backup", "step_00000007.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{")
+    assert newest_checkpoint(tmp_path) is None
+    for content in ("{", "[]", '{"step": 6}'):
+        (folder / "run.json").write_text(content)
+        with pytest.raises(ConfigError, match=f"checkpoint {folder} must have a run.json as it"):
+            newest_checkpoint(tmp_path)
+
+
+def test_a_damaged_line_of_metrics_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\ngarbage\n{"st')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl must have a JSON object .* line 2"):
+        read_metrics(tmp_path)
 
 
 def run_on_full_output(config: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -203,6 +205,25 @@ def test_check_resumable_takes_a_checkpoint_from_before_a_key(tmp_path: Path) ->
     values["loss"]["filter"]["tail"] = False
     with pytest.raises(ConfigError, match=r"loss\.filter\.tail was False, got True"):
         check_resumable(older, config, 1)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_has_not_ended_is_left_alone(shared: Path, tmp_path: Path, resume: bool) -> None:
+    config = write_config(shared, tmp_path, "same", steps=10**6, checkpoint={"every": 0})
+    arguments = ("train", str(config), *(["--resume"] if resume else []))
+    with started_training(1, config) as job:
+        job.wait_for_step(2)
+        second = subprocess.run(
+            [sys.executable, "-m", "cce_dist", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+        assert second.returncode == 2, second.stderr
+        assert "run.name must be that of no job that is running, got 'same'" in second.stderr
+        job.wait_for_step(4)
+    assert [path.name for path in tmp_path.iterdir() if "previous" in path.name] == []
 
 
 def test_move_aside_keeps_the_earlier_runs(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cce_dist.distillation import linear_distillation
 from cce_dist.loss import linear_cross_entropy
+from cce_dist.options import LossOptions
 from cce_dist.pipeline.schedules.torch_schedules import stages_of
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ class LastStageLoss:
         # A keyword that the loss does not have is refused here, and not in the first step.
         known = inspect.signature(linear_cross_entropy if teacher is None else linear_distillation)
         known.bind(None, weight, None, group=group, **options)
+        if teacher is None:
+            # So is a value that is not allowed: other stages would wait for this one.
+            fields = LossOptions.__dataclass_fields__
+            known_options: Any = {name: options[name] for name in options if name in fields}
+            LossOptions(**known_options)
         self.weight, self.group, self.teacher = weight, group, teacher
         self.options: dict[str, Any] = options
         self._knows_schedule = False

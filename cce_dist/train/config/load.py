@@ -21,7 +21,20 @@ from .schema import TrainConfig
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that reads 3e-4 as a number; by YAML 1.1 it is a string."""
+    """A YAML loader that reads 3e-4 as a number; by YAML 1.1 it is a string. It refuses a key that
+    comes twice, of which PyYAML drops the first."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        seen: set[str] = set()
+        for key in keys:
+            # A merge may come again.
+            if key.value in seen and key.value != "<<":
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key.value!r} must come once", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -112,7 +125,8 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[Path, list[tuple[str, str
 def _parse(text: str, where: str) -> Any:
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    # PyYAML raises the others for dates, tags and numbers that are none, and for deep brackets.
+    except (yaml.YAMLError, ValueError, AttributeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from None
 
 

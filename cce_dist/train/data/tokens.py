@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from cce_dist.train.config.schema import DataConfig
 from cce_dist.train.disk import require_space, writing
+from cce_dist.train.errors import ConfigError
 
 from .text import collect_documents
 
@@ -39,7 +41,8 @@ class TokenCache:
 
     def tokens(self) -> np.ndarray:
         """Returns the ids, [num_tokens] uint16 or uint32, memory-mapped."""
-        return np.load(self.folder / "tokens.npy", mmap_mode="r")
+        with _reading(self.folder):
+            return np.load(self.folder / "tokens.npy", mmap_mode="r")
 
 
 def prepare_tokens(
@@ -76,8 +79,25 @@ def is_cached(cache: Path, key: str) -> bool:
 
 
 def open_tokens(cache: Path, key: str) -> TokenCache:
-    info = json.loads((cache / key / "info.json").read_text())
-    return TokenCache(folder=cache / key, key=key, num_merged=info["num_merged"])
+    text = (cache / key / "info.json").read_text()
+    with _reading(cache / key):
+        info = json.loads(text)
+        return TokenCache(folder=cache / key, key=key, num_merged=info["num_merged"])
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Raises: ConfigError: a file of the cache is not as it was written."""
+    try:
+        yield
+    except PermissionError:
+        raise
+    # The tokenizer's package raises nothing more special.
+    except Exception as error:
+        raise ConfigError(
+            f"data.cache must have tokens as they were written in {folder}, got "
+            f"{type(error).__name__}: {error}; remove that folder: the next run makes it anew"
+        ) from None
 
 
 def encode_texts(cache: TokenCache, texts: Sequence[str]) -> list[np.ndarray]:
@@ -87,7 +107,8 @@ def encode_texts(cache: TokenCache, texts: Sequence[str]) -> list[np.ndarray]:
     """
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(cache.folder / "tokenizer.json"))
+    with _reading(cache.folder):
+        tokenizer = Tokenizer.from_file(str(cache.folder / "tokenizer.json"))
     end = tokenizer.token_to_id(END_OF_TEXT)
     encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
     return [np.array([end, *encoding.ids], dtype=np.uint32) for encoding in encodings]
