@@ -96,7 +96,7 @@ def _open_checkpoint(folder: Path) -> Checkpoint:
     try:
         info = json.loads((folder / INFO_FILE).read_text())
         cache = Path(info["cache"]) if "cache" in info else None
-        found = Checkpoint(
+        checkpoint = Checkpoint(
             folder, info["step"], info["dp"], info["data_key"], cache, info["config"]
         )
     except (ValueError, TypeError, KeyError) as error:
@@ -114,7 +114,7 @@ def _open_checkpoint(folder: Path) -> Checkpoint:
                 f"{'none' if got is None else f'{got} bytes'}: restore the file, or remove the "
                 "checkpoint's folder to go on from the one before"
             )
-    return found
+    return checkpoint
 
 
 @in_phase("checkpoint")
