@@ -9,7 +9,6 @@ from cce_dist.backends.triton.kernels.forward.hopper_sums import take_sum, whole
 from cce_dist.backends.triton.kernels.hopper_products import GROUPS
 
 exp2_of = gluon.jit(numbers.exp2_of.fn)
-merged_reference = gluon.jit(launches.merged_reference.fn)
 expected_reference = gluon.jit(launches.expected_reference.fn)
 
 
@@ -41,17 +40,13 @@ def start_state(
     unkept = total
     squares = total
     if (launch >= launches.FIRST) & (launch < launches.ALONE):
-        merged = merged_reference(before_ptrs, splits, stride, size, total)
+        expected = expected_reference(
+            before_ptrs, splits, stride, size, launch, num_turns, total, HAS_SCORE
+        )
         before = gl.load(before_ptrs + split_offset)
         # Other ranks' sums may have raised the lower bound.
         ref = gl.maximum(ref, before)
-        ref = gl.maximum(ref, merged)
-        if HAS_SCORE:  # noqa: SIM102
-            if (launch == launches.LAST) | (launch == launches.LAST - 1):
-                expected = expected_reference(
-                    before_ptrs, merged, splits, stride, size, launch, num_turns, total
-                )
-                ref = gl.maximum(ref, expected)
+        ref = gl.maximum(ref, expected)
         shrink = exp2_of(before - ref)
         # PROBE's sums were for references alone.
         goes_on = (launch > launches.FIRST) & counts

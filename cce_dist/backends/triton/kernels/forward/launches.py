@@ -172,46 +172,60 @@ def merged_reference(
             ptrs = before_ptrs + (first + i) * stride
             refs = refs + (tl.load(ptrs, mask=first + i < splits, other=LOWEST),)  # noqa: RUF005
             parts = parts + (tl.load(ptrs + size, mask=first + i < splits, other=0.0),)  # noqa: RUF005
+        higher = top
         for i in tl.static_range(READ_AT_ONCE):
             # An overflowed sum is computed again at the end, and skipped here.
-            part = tl.where(parts[i] < float("inf"), parts[i], 0.0)
-            ref = tl.where(part > 0, refs[i], LOWEST)
-            higher = tl.maximum(top, ref)
-            total = total * exp2_of(top - higher) + part * exp2_of(ref - higher)
-            top = higher
+            counts = (parts[i] > 0) & (parts[i] < float("inf"))
+            higher = tl.maximum(higher, tl.where(counts, refs[i], LOWEST))
+        total = total * exp2_of(top - higher)
+        for i in tl.static_range(READ_AT_ONCE):
+            counts = (parts[i] > 0) & (parts[i] < float("inf"))
+            total += tl.where(counts, parts[i] * exp2_of(refs[i] - higher), 0.0)
+        top = higher
     return tl.where(total > 0, top + tl.log2(total), LOWEST)
 
 
 @triton.jit
 def expected_reference(
     before_ptrs,  # [BLOCK_N] in the first field of the first split, after the launch before
-    merged,  # [BLOCK_N] log2 of the sums there
     splits,
     stride,
     size,
     launch,
     num_turns,  # of a split, over the whole vocabulary
     nothing,  # [BLOCK_N] zeros
+    EXPECTS: tl.constexpr,
 ):
-    """Returns log2 of the sum that a token has at the end, if it goes on as it did, [BLOCK_N]; for
-    the two launches before which two others have summed. docs/design/filter.md#column-masses."""
-    # The slots of LAST and of the launch before it stand behind those that they read.
-    before = merged_reference(before_ptrs - 4 * size, splits, stride, size, nothing)
+    """Returns log2 of the sum so far, [BLOCK_N]. With EXPECTS, in the two launches before which two
+    others have summed, of the sum that a token has at the end, if it goes on as it did.
+    docs/design/filter.md#column-masses."""
+    num_earlier = 0
+    if EXPECTS:
+        num_earlier = tl.maximum(tl.minimum(launch - LAST + 2, 2), 0)
+    # Not one value under three names: Triton takes a variable for one that the loop does not change
+    # if its next value is the very value that it had before the loop.
     earliest = nothing + LOWEST
-    turns_of_earliest = 0
-    if launch == LAST:
-        earliest = merged_reference(before_ptrs - 8 * size, splits, stride, size, nothing)
-        turns_of_earliest = turns_until(launch - 3, num_turns)
-    growth = expected_growth(
-        exp2_of(earliest - merged),
-        exp2_of(before - merged),
-        turns_of_earliest,
-        turns_until(launch - 2, num_turns),
-        turns_until(launch - 1, num_turns),
-        turns_until(launch, num_turns),
-        num_turns,
-    )
-    return merged + tl.log2(growth)
+    before = nothing + LOWEST
+    merged = nothing + LOWEST
+    # The slots of LAST and of the launch before it stand behind those that they read.
+    for i in range(num_earlier + 1):
+        earliest = before
+        before = merged
+        ptrs = before_ptrs - (num_earlier - i) * 4 * size
+        merged = merged_reference(ptrs, splits, stride, size, nothing)
+    if EXPECTS:
+        turns_of_earliest = tl.where(num_earlier == 2, turns_until(launch - 3, num_turns), 0)
+        growth = expected_growth(
+            exp2_of(earliest - merged),
+            exp2_of(before - merged),
+            turns_of_earliest,
+            turns_until(launch - 2, num_turns),
+            turns_until(launch - 1, num_turns),
+            turns_until(launch, num_turns),
+            num_turns,
+        )
+        merged += tl.where(num_earlier > 0, tl.log2(growth), 0.0)
+    return merged
 
 
 @triton.jit
@@ -267,15 +281,12 @@ def start_state(
     elif (launch >= FIRST) & (launch < ALONE):
         ref = tl.load(before_ptrs + split_offset)
         nothing = tl.zeros((BLOCK_N,), tl.float32)
-        merged = merged_reference(before_ptrs, splits, stride, size, nothing)
+        expected = expected_reference(
+            before_ptrs, splits, stride, size, launch, num_turns, nothing,
+            HAS_SCORE and not HAS_LOGITS,
+        )  # fmt: skip
         # Other ranks' sums may have raised the lower bound above it.
-        highest = tl.maximum(highest, merged)
-        if HAS_SCORE and not HAS_LOGITS:  # noqa: SIM102
-            if (launch == LAST) | (launch == LAST - 1):
-                expected = expected_reference(
-                    before_ptrs, merged, splits, stride, size, launch, num_turns, nothing
-                )
-                highest = tl.maximum(highest, expected)
+        highest = tl.maximum(highest, expected)
         # Kept logits take a reference that all splits share. The split's own reference is at most
         # these two, but may be infinite where its sum overflowed.
         if not HAS_LOGITS:
