@@ -33,10 +33,13 @@ def test_merged_as_torch_merges(place: Place, ranks: int) -> None:
     generator = torch.Generator().manual_seed(ranks)
     stats = 30 * torch.randn(ranks, 2, 700, generator=generator)
     stats[:, 1] *= torch.arange(ranks)[:, None] == torch.arange(700) % ranks
-    # An empty shard, a token of no column at all, one whose logits overflowed.
+    # An empty shard, a token of no column at all, NaN, an infinite logit on one rank, and on all.
     stats[-1, 0, :300] = -torch.inf
     stats[:, 0, 5] = -torch.inf
     stats[0, 0, 6] = torch.nan
+    stats[0, 0, 7] = torch.inf
+    stats[:, 0, 8] = torch.inf
+    stats[0, 0, 9], stats[-1, 0, 9] = torch.inf, torch.nan
     zeros = torch.zeros(ranks, dtype=torch.float64)
     expected = merge_parts(Stats(*stats.double().unbind(1)), zeros, zeros)
     count = torch.tensor([650], dtype=torch.int32)

@@ -156,8 +156,8 @@ def merge_ranks_kernel(
     for _ in range(ranks):
         top = tl.maximum(top, tl.load(part_ptr + rows, mask=inside, other=0.0))
         part_ptr += stride
-    # Without any column lse is -inf, and must not become NaN as -inf minus -inf.
-    base = tl.where(top == float("-inf"), 0.0, top)
+    # Of no column lse is -inf, of an infinite logit inf: infinity minus itself would be NaN.
+    base = tl.where(tl.abs(top) == float("inf"), 0.0, top)
     total = tl.zeros((BLOCK_N,), tl.float32)
     logit = tl.zeros((BLOCK_N,), tl.float32)
     part_ptr = parts_ptr + HEADER
