@@ -14,6 +14,7 @@ from cce_dist import Filter, VocabShard, linear_distillation
 from cce_dist.distillation.by_kernels import _Heads
 from cce_dist.reference import reference_logits
 from cce_dist.testing import DTYPES, TRITON_PLACES, Place, nccl_pool, shared_pool
+from tests.backends.triton.triton_cases import give_programs
 from tests.distillation.test_distillation import CLASSES, TOKENS, Both, error, upstream_of
 
 EVERY = Filter(keep=1e-30)
@@ -160,7 +161,7 @@ def test_a_wider_filter_errs_more() -> None:
 @pytest.mark.parametrize("programs", [1, 3])
 def test_launches_and_overflow(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
     """Several splits and launches; one token of each model whose sums overflow."""
-    monkeypatch.setattr("cce_dist.backends.triton.forward.state.num_programs", lambda _: programs)
+    give_programs(monkeypatch, programs)
     both = Both.make(torch.float32)
     for hidden, at in ((both.hidden, (0, 1)), (both.teacher_hidden, (1, 7))):
         hidden[at] *= 300
@@ -239,7 +240,7 @@ def test_a_mass_on_a_masked_id_that_underflows_later(
     monkeypatch: pytest.MonkeyPatch, programs: int
 ) -> None:
     """The log ratio of the first tile is infinite, until the teacher's reference rises above it."""
-    monkeypatch.setattr("cce_dist.backends.triton.forward.state.num_programs", lambda _: programs)
+    give_programs(monkeypatch, programs)
     both = zipf(torch.float32, "cpu", 140, 3000)
     both.bias[9] = -torch.inf
     both.teacher_weight[2900] = 20 * both.teacher_hidden[0]

@@ -27,6 +27,7 @@ from cce_dist.testing import (
     shared_pool,
 )
 from cce_dist.vocab_shard import VocabShard
+from tests.backends.triton.triton_cases import give_programs
 from tests.support.loss_cases import SMALL_WORKSPACE, generator
 
 pytest.importorskip("triton")
@@ -127,7 +128,7 @@ def test_chunks_over_a_poor_reference(
 ) -> None:
     if place.interprets:
         # More than one split of the vocabulary, as a device has.
-        monkeypatch.setattr("cce_dist.backends.triton.forward.state.num_programs", lambda tensor: 4)
+        give_programs(monkeypatch, 4)
     first, last = hard
     case = make_case(dtype, {"reduction": "sum"}, "bias").at(place)
     hidden, weight, bias = (

@@ -14,6 +14,7 @@ from cce_dist.backends.protocol import ColumnFilter, ForwardRequest, Room
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens, Wanted
 from cce_dist.testing import TRITON_PLACES, Place, grid
+from tests.backends.triton.triton_cases import give_programs
 
 pytest.importorskip("triton")
 
@@ -83,7 +84,7 @@ def test_shares_of_a_launch_add_up_to_what_it_drops(
     factors: list[MassFactors],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(forward_state, "num_programs", lambda weight: 10)
+    give_programs(monkeypatch, 10)
     tokens, head = problem(place, 5 * BLOCK - 50, CLASSES, softcap)
     # As if ranks told each other bounds: else one program would compute all in one launch.
     _, marks = stats_of(tokens, head, bounds=lambda bound: bound[None])
@@ -123,7 +124,7 @@ def test_a_refused_screen_is_the_full_forward(
         return 4 if element_size == 1 else 1
 
     monkeypatch.setattr(forward_state, "cached_blocks", cached_blocks)
-    monkeypatch.setattr(forward_state, "num_programs", lambda weight: 4)
+    give_programs(monkeypatch, 4)
     tokens, head = problem(place, 4 * BLOCK, CLASSES, None)
     full, _ = stats_of(tokens, head)
     refused, _ = stats_of(tokens, head, screen=Screen(max_kept=0.0, max_error=10.0))
@@ -139,7 +140,7 @@ def test_a_refused_screen_is_the_full_forward(
 def flat(monkeypatch: pytest.MonkeyPatch, place: Place) -> tuple[Tokens, Head, ColumnFilter]:
     """A flat softmax whose columns have 0.7 of the threshold. Each of 8 splits has 15 tiles, of
     which a 64th and a 16th are the same one."""
-    monkeypatch.setattr(forward_state, "num_programs", lambda weight: 8)
+    give_programs(monkeypatch, 8)
     made, num_classes = torch.Generator().manual_seed(0), 8 * 15 * 256
     hidden = torch.randn(BLOCK, DIM, generator=made).half()
     weight = (0.05 * torch.randn(num_classes, DIM, generator=made)).half()

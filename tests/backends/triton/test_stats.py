@@ -28,7 +28,7 @@ from cce_dist.testing import (
     run_case,
     zipf_inputs,
 )
-from tests.backends.triton.triton_cases import WAYS
+from tests.backends.triton.triton_cases import WAYS, give_programs
 from tests.support.loss_cases import generator
 
 
@@ -190,7 +190,7 @@ def test_triton_splits_follow_the_tokens_that_count(
 ) -> None:
     # Seven programs over the blocks that count, as a device would have: two splits or more, of
     # three blocks or of as many at a time as the cache holds.
-    monkeypatch.setattr("cce_dist.backends.triton.forward.state.num_programs", lambda tensor: 7)
+    give_programs(monkeypatch, 7)
     monkeypatch.setattr(
         "cce_dist.backends.triton.forward.state.cached_blocks", lambda tensor, size, beside: cached
     )

@@ -21,10 +21,11 @@ def guard_parts_kernel(
     full_shape_ptr,  # [3] int32: shape of the forward in full precision; all but its blocks: out
     V,
     N,
-    num_tiles,  # these four as of `pack_kernel`, for the full forward
+    num_tiles,  # these five as of `pack_kernel`, for the full forward
     programs,
     cached_blocks,
     grid,
+    row_bytes,
     BLOCKS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -63,7 +64,9 @@ def guard_parts_kernel(
     tl.store(error_ptr + part, tl.sum(total, 0))
     # The last program has tokens only if every program has.
     if part == num_parts - 1:
-        splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)
+        splits, at_once = shape_of(
+            blocks, num_tiles, programs, cached_blocks, grid, row_bytes, GROUPS
+        )
         tl.store(full_shape_ptr + 1, splits)
         tl.store(full_shape_ptr + 2, at_once)
 

@@ -6,33 +6,39 @@ import triton.language as tl
 
 from cce_dist.backends.triton.kernels.numbers import HIGHEST, LOG2E, LOWEST, scale_of, softcapped
 
+# What a program takes beside its tiles in the five launches of a forward, and what each split takes
+# that a program reads at the start of a launch, in bytes of a tile's row: measured on an H200,
+# docs/notebook/2026-11-29/few-tokens.md.
+START_BYTES, SPLIT_BYTES = tl.constexpr(7500), tl.constexpr(300)
+
 
 @triton.jit
-def splits_of(blocks, num_tiles, programs, cached_blocks, grid):
-    """Returns the number of splits of the vocabulary.
+def splits_of(blocks, num_tiles, programs, cached_blocks, grid, row_bytes):
+    """Returns the number of splits of the vocabulary for which a forward takes the least time.
 
-    blocks x splits should fill whole waves of programs, with no more blocks in a wave than fit the
-    cache. Fewer splits are better: each split's sum is then a tighter bound of lse.
+    A wave of programs has no more blocks than fit the cache. Of splits that take 1 % more or less
+    the fewer are better: each split's sum is then a tighter bound of lse.
     """
     least = tl.where(blocks <= cached_blocks, 1, tl.cdiv(programs, cached_blocks))
     most = tl.maximum(tl.cdiv(3 * least, 2), 2 * programs // blocks)
     most = tl.minimum(tl.minimum(most, grid // blocks), num_tiles)
     least = tl.maximum(tl.minimum(least, most), 1)
     best = least
-    best_share = 0.0
+    least_time = float("inf")
     for splits in range(least, most + 1):
-        work = blocks * splits
-        share = work / (tl.cdiv(work, programs) * programs)
-        better = share > best_share + 0.02
+        waves = tl.cdiv(blocks * splits, programs)
+        of_program = tl.cdiv(num_tiles, splits) * row_bytes + START_BYTES + SPLIT_BYTES * splits
+        time = waves.to(tl.float32) * of_program
+        better = time < 0.99 * least_time
         best = tl.where(better, splits, best)
-        best_share = tl.where(better, share, best_share)
+        least_time = tl.where(better, time, least_time)
     return best
 
 
 @triton.jit
-def shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS: tl.constexpr):
+def shape_of(blocks, num_tiles, programs, cached_blocks, grid, row_bytes, GROUPS: tl.constexpr):
     """Returns the splits of the vocabulary, and the blocks at a time."""
-    splits = splits_of(blocks, num_tiles, programs, cached_blocks, grid)
+    splits = splits_of(blocks, num_tiles, programs, cached_blocks, grid, row_bytes)
     return GROUPS * splits, tl.minimum(tl.cdiv(programs, splits), blocks)
 
 
@@ -71,6 +77,7 @@ def pack_kernel(
     programs,  # at a time
     cached_blocks,
     grid,
+    row_bytes,  # of a token's hidden states, of both models in distillation
     segments,
     stride_hn,
     stride_wv,
@@ -150,7 +157,9 @@ def pack_kernel(
             splits = segments * SPLITS
             at_once = tl.minimum(blocks, cached_blocks)
         else:
-            splits, at_once = shape_of(blocks, num_tiles, programs, cached_blocks, grid, GROUPS)
+            splits, at_once = shape_of(
+                blocks, num_tiles, programs, cached_blocks, grid, row_bytes, GROUPS
+            )
         tl.store(shape_ptr, blocks)
         tl.store(shape_ptr + 1, splits)
         tl.store(shape_ptr + 2, at_once)
