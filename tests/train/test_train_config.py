@@ -43,6 +43,13 @@ def test_load_config_reads_exponents_without_a_point(tmp_path: Path) -> None:
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (3e-4, 1e-2)
 
 
+@pytest.mark.parametrize(
+    ("written", "seed"), [("0", 0), ("7", 7), ("+7", 7), ("1_000", 1000), ("0x10", 16)]
+)
+def test_load_config_reads_whole_numbers(tmp_path: Path, written: str, seed: int) -> None:
+    assert load(tmp_path, f"run: {{seed: {written}}}").run.seed == seed
+
+
 def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
     config = load(
         tmp_path,
@@ -253,6 +260,9 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
             "the key 'optimizer' must come once",
             id="a key twice",
         ),
+        pytest.param("steps: 010", "010 must be a decimal number without leading", id="octal"),
+        pytest.param("optimizer: {lr: 00.5}", "00.5 must be a decimal number", id="zeros"),
+        pytest.param("steps: 1:30", "1:30 must be a decimal number", id="base 60"),
     ],
 )
 def test_load_config_refuses(tmp_path: Path, text: str, expected: str) -> None:

@@ -6,6 +6,7 @@ tests/train/test_faults.py has jobs in which the disk of one rank is full.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import resource
@@ -234,6 +235,19 @@ def test_a_damaged_cache_is_named(tmp_path: Path, name: str, content: str | None
     message = rf"data\.cache must have tokens as they were written in {cache.folder}, got .*remove"
     with pytest.raises(ConfigError, match=message):
         encode_texts(prepare_tokens(config, lambda text: None), ["a"])
+        cache.tokens()
+
+
+def test_a_disk_that_fails_is_not_the_caches_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object, **named: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    config = DataConfig(paths=(Path(argparse.__file__),), vocab_size=300, cache=tmp_path)
+    cache = prepare_tokens(config, lambda text: None)
+    monkeypatch.setattr(np, "load", fail)
+    with pytest.raises(OSError, match="Input/output error"):
         cache.tokens()
 
 

@@ -90,10 +90,11 @@ def _reading(folder: Path) -> Iterator[None]:
     """Raises: ConfigError: a file of the cache is not as it was written."""
     try:
         yield
-    except PermissionError:
-        raise
-    # The tokenizer's package raises nothing more special.
+    # The tokenizer's package raises nothing more special than Exception.
     except Exception as error:
+        # The disk's fault, not the cache's, unless a file is missing.
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise
         raise ConfigError(
             f"data.cache must have tokens as they were written in {folder}, got "
             f"{type(error).__name__}: {error}; remove that folder: the next run makes it anew"
