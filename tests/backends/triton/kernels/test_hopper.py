@@ -146,7 +146,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # may be kept (2.3e-5 on an H100; e4m3 itself errs by more, docs/results.md#screened-logits).
 OFF = {"screened_softcap": 2e-5, "screened_large_softcap": 2e-5, "screened_softcap_e4m3": 1e-4}
 # Tokens, classes, dim: whole tiles; a second group without columns; ragged; one class more than a
-# program's tile; fewer tokens than a block; and so few of so many classes that hundreds of splits
+# program's tile; fewer tokens than a block; and so few of so many classes that many splits
 # have them.
 SHAPES = (
     *((512, 8192, 128), (256, 5000, 64), (1000, 4997, 200), (130, 257, 64), (7, 100, 8)),
