@@ -260,9 +260,9 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
             "the key 'optimizer' must come once",
             id="a key twice",
         ),
-        pytest.param("steps: 010", "010 must be a decimal number without leading", id="octal"),
-        pytest.param("optimizer: {lr: 00.5}", "00.5 must be a decimal number", id="zeros"),
-        pytest.param("steps: 1:30", "1:30 must be a decimal number", id="base 60"),
+        pytest.param("steps: 010", "010 must be a decimal number: YAML 1.1 reads it as 8", id="8"),
+        pytest.param("steps: 1:30", "1:30 must be a decimal number: YAML 1.1 reads", id="60"),
+        pytest.param("optimizer: {lr: 1:30.5}", "YAML 1.1 reads it as 90.5", id="60, fraction"),
     ],
 )
 def test_load_config_refuses(tmp_path: Path, text: str, expected: str) -> None:

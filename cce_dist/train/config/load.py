@@ -22,8 +22,8 @@ from .schema import TrainConfig
 
 class _Loader(yaml.SafeLoader):
     """A YAML loader that reads 3e-4 as a number; by YAML 1.1 it is a string. It refuses a key that
-    comes twice, of which PyYAML drops the first, and numbers of YAML 1.1 that do not look like what
-    they are: 010 is 8 there, and 1:30 is 90."""
+    comes twice, of which PyYAML drops the first, and numbers that YAML 1.1 does not read as they
+    look: 010 is 8 there, and 1:30 is 90."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -38,19 +38,21 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: Any) -> Any:
-        if re.match(r"[-+]?0\d|.*:", node.value):
+        is_float = node.tag == _FLOAT
+        value = self.construct_yaml_float(node) if is_float else self.construct_yaml_int(node)
+        if ":" in node.value or (not is_float and re.match(r"[-+]?0[\d_]", node.value)):
             raise yaml.constructor.ConstructorError(
-                problem=f"{node.value} must be a decimal number without leading zeros",
+                problem=f"{node.value} must be a decimal number: YAML 1.1 reads it as {value}",
                 problem_mark=node.start_mark,
             )
-        is_float = node.tag == "tag:yaml.org,2002:float"
-        return self.construct_yaml_float(node) if is_float else self.construct_yaml_int(node)
+        return value
 
 
-for _tag in ("int", "float"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _Loader.construct_number)
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_Loader.add_constructor(_INT, _Loader.construct_number)
+_Loader.add_constructor(_FLOAT, _Loader.construct_number)
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
+    _FLOAT,
     re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )

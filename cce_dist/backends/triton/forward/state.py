@@ -163,7 +163,7 @@ class ForwardState:
             keep_logits=keep_logits,
         )._pack(1 if screened else weight.element_size(), beside)
 
-    def for_shape(self, element_size: int, beside: int = 0) -> tuple[int, ...]:
+    def for_shape(self, element_size: int, beside: int = 0) -> tuple[int, int, int, int, int]:
         """Returns the arguments of `shape_of` for hidden states of that element size, in bytes, and
         another model's beside them."""
         return (

@@ -196,14 +196,13 @@ def expected_reference(
     nothing,  # [BLOCK_N] zeros
     EXPECTS: tl.constexpr,
 ):
-    """Returns log2 of the sum so far, [BLOCK_N]. With EXPECTS, in the two launches before which two
-    others have summed, of the sum that a token has at the end, if it goes on as it did.
-    docs/design/filter.md#column-masses."""
+    """Returns log2 of a token's sum so far, [BLOCK_N]. With EXPECTS the last two launches return
+    log2 of the sum that it is expected to have at the end: docs/design/filter.md#column-masses."""
     num_earlier = 0
     if EXPECTS:
         num_earlier = tl.maximum(tl.minimum(launch - LAST + 2, 2), 0)
-    # Not one value under three names: Triton takes a variable for one that the loop does not change
-    # if its next value is the very value that it had before the loop.
+    # Three values, not one value with three names: Triton would take two of the variables for ones
+    # that the loop leaves as they are (tests/backends/triton/kernels/test_loops.py).
     earliest = nothing + LOWEST
     before = nothing + LOWEST
     merged = nothing + LOWEST
