@@ -20,7 +20,7 @@ from cce_dist.testing import (
     run_case,
     zipf_inputs,
 )
-from tests.backends.triton.triton_cases import WAYS
+from tests.backends.triton.triton_cases import WAYS, give_programs
 from tests.support.loss_cases import generator
 
 
@@ -44,6 +44,19 @@ def test_triton_frozen_inputs_change_no_bit(place: Place, way: dict[str, Any], d
             else:
                 # Without gradients no chunk's logits are kept: another kernel, in another order.
                 torch.testing.assert_close(some[name], full[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, dtype=("fp32", "fp16", "bf16")))
+def test_triton_losses_without_gradients_change_no_bit(
+    place: Place, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Splits of many tiles: a launch starts from what the token's sum is expected to become.
+    give_programs(monkeypatch, 6)
+    inputs = zipf_inputs(300, 9000, 24, generator=generator(), dtype=DTYPES[dtype])
+    case = Case(inputs, {**WAYS["filtered"], "stats": ("lse",)}).at(place)
+    full, none = run_case(None, case), run_case(None, replace(case, trainable=()))
+    for name in none:
+        assert torch.equal(none[name], full[name]), name
 
 
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp32", "fp16", "bf16")))

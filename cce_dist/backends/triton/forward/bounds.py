@@ -44,18 +44,18 @@ def raise_lower(
         order: [N] the packed tokens' places in the caller's order; None: the two are the same.
             Ranks may order their tokens differently.
     """
-    lower, split_states = buffers.lower, buffers.split_states
+    lower = buffers.lower
     grid = (len(lower) // TOKEN_BLOCK,)
     places, has_order = (shape, False) if order is None else (order, True)
     bound = lower.new_empty(num_tokens)
     start(bound_kernel, grid)(
         shape,
         shard_lower,
-        split_states,
+        buffers.split_states,
         places,
         bound,
         after,
-        split_states.shape[2],
+        buffers.size,
         num_tokens,
         BLOCK_N=TOKEN_BLOCK,
         HAS_ORDER=has_order,

@@ -105,11 +105,6 @@ class Groups:
         """The rows of the weight in a tile of one group."""
         return self.tiles.columns // self.groups
 
-    @property
-    def num_states(self) -> int:
-        """The tokens of all programs' splits, each of which has a state."""
-        return self.programs * self.groups * TOKEN_BLOCK
-
     def descriptors(self, hidden: Tensor, weight: Tensor) -> tuple[Any, Any]:
         """Returns descriptors of both operands for the tiles of one group."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -162,7 +157,7 @@ def launch_forward(
         count if buffers.extras is None else buffers.extras,
         count if buffers.keys is None else buffers.keys,
         number,
-        grouping.num_states,
+        buffers.size,
         hidden.shape[0],
         weight.shape[0],
         weight.shape[1],

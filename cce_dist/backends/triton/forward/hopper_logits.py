@@ -51,7 +51,7 @@ def launch_logits(
         region.as_logits(),
         region.ref,
         number,
-        grouping.num_states,
+        buffers.size,
         hidden.shape[0],
         weight.shape[0],
         weight.shape[1],

@@ -27,7 +27,7 @@ class Launch:
 class ForwardBuffers:
     """Memory that one launch of a forward leaves to the next one. S: segments of the shard.
 
-    `size` is programs x groups x 128 (see `ForwardState`), and at least splits x N_padded.
+    `size` is at least (splits + 1) x N_padded: see `ForwardState`.
     """
 
     lower: Tensor  # [S * N_padded] fp32: a lower bound of each token's lse in a segment, log2
@@ -35,6 +35,10 @@ class ForwardBuffers:
     mass: Tensor | None  # [num_blocks, V_local] bf16; None: columns are not scored
     extras: Tensor | None  # [NUM_EXTRAS, size] fp32: see `add_extras`; None: not wanted
     keys: Tensor | None  # [size] int64: `key_ptr` of Hopper's kernel; None: not wanted
+
+    @property
+    def size(self) -> int:
+        return self.split_states.shape[2]
 
 
 @dataclass(frozen=True)

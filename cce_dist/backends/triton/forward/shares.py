@@ -44,7 +44,7 @@ def mass_factors(
         recorded,
         dropped,
         state.weight.shape[0],
-        state.grid * TOKEN_BLOCK,
+        state.buffers.size,
         TOKENS=TOKEN_BLOCK,
         BLOCK_V=8192 if interpreted() else 1024,
         PARTS=PARTS,

@@ -132,7 +132,8 @@ class ForwardState:
             # Those of a whole segment, also where this rank's last one is cut by padding.
             splits = splits_of_segment(segment, weight, tiles)
             programs = num_blocks * segments * splits
-        size = programs * groups * TOKEN_BLOCK
+        # Behind the sums of the splits stand their merged sums.
+        size = (programs * groups + num_blocks) * TOKEN_BLOCK
         buffers = ForwardBuffers(
             lower=new(segments * padded, dtype=fp32),
             split_states=new(1 if segment else SLOTS.value, 4, size, dtype=fp32),
@@ -314,7 +315,7 @@ class ForwardState:
             launch.number,
             launch.start_tile,
             launch.end_tile,
-            self.grid * TOKEN_BLOCK,
+            buffers.size,
             self.packed.shape[0],
             *weight.shape,
             hidden.stride(0),
@@ -366,7 +367,7 @@ class ForwardState:
             self.or_dummy(sum_p2),
             self.or_dummy(unkept),
             padded,
-            self.grid * TOKEN_BLOCK,
+            self.buffers.size,
             TOKENS=TOKEN_BLOCK,
             BLOCK_N=block,
             HAS_SCORE=self.score,

@@ -99,11 +99,12 @@ def forward_kernel(
     count_ptr,  # [1] int32: tokens that count
     shape_ptr,  # [3] int32: blocks of them, splits of the vocabulary, blocks at a time
     lower_ptr,  # [N] a lower bound of the token's lse over all ranks, log2
-    state_ptr,  # [SLOTS, 4, size], size not below splits * blocks * BLOCK_N. Of a split and token:
-    # a reference `ref`, about lse or below, log2; the sum of exp2(z - ref) over its columns; of
-    # exp2(z - ref) softcap'(z) over dropped columns; of exp2(z - ref) (z - ref), log2, over all
-    # columns, or over dropped ones if IS_SCREENED. A launch reads the slot that the launch before
-    # wrote, and writes the next one: out
+    state_ptr,  # [SLOTS, 4, size], size not below (splits + 1) * blocks * BLOCK_N. Of a split and
+    # token: a reference `ref`, about lse or below, log2; the sum of exp2(z - ref) over its columns;
+    # of exp2(z - ref) softcap'(z) over dropped columns; of exp2(z - ref) (z - ref), log2, over all
+    # columns, or over dropped ones if IS_SCREENED. Behind the splits' references stand those of
+    # `merged_reference`. A launch reads the slot that the launch before wrote, and writes the next
+    # one: out
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
     extras_ptr,  # [8, size]: see `add_extras`
     logits,  # [columns, N] z - ref, log2, of tiles from `start_tile`, if HAS_LOGITS: out;

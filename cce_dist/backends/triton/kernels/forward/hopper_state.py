@@ -41,7 +41,7 @@ def start_state(
     squares = total
     if (launch >= launches.FIRST) & (launch < launches.ALONE):
         expected = expected_reference(
-            before_ptrs, splits, stride, size, launch, num_turns, total, HAS_SCORE
+            before_ptrs, split_offset, splits, stride, size, launch, num_turns, total
         )
         before = gl.load(before_ptrs + split_offset)
         # Other ranks' sums may have raised the lower bound.

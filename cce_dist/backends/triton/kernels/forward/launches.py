@@ -188,43 +188,34 @@ def merged_reference(
 @triton.jit
 def expected_reference(
     before_ptrs,  # [BLOCK_N] in the first field of the first split, after the launch before
+    split_offset,  # of this split, from the first
     splits,
     stride,
     size,
     launch,
     num_turns,  # of a split, over the whole vocabulary
     nothing,  # [BLOCK_N] zeros
-    EXPECTS: tl.constexpr,
 ):
-    """Returns log2 of a token's sum so far, [BLOCK_N]. With EXPECTS the last two launches return
-    log2 of the sum that it is expected to have at the end: docs/design/filter.md#column-masses."""
-    num_earlier = 0
-    if EXPECTS:
-        num_earlier = tl.maximum(tl.minimum(launch - LAST + 2, 2), 0)
-    # Three values, not one value with three names: Triton would take two of the variables for ones
-    # that the loop leaves as they are (tests/backends/triton/kernels/test_loops.py).
-    earliest = nothing + LOWEST
-    before = nothing + LOWEST
-    merged = nothing + LOWEST
-    # The slots of LAST and of the launch before it stand behind those that they read.
-    for i in range(num_earlier + 1):
-        earliest = before
-        before = merged
-        ptrs = before_ptrs - (num_earlier - i) * 4 * size
-        merged = merged_reference(ptrs, splits, stride, size, nothing)
-    if EXPECTS:
-        turns_of_earliest = tl.where(num_earlier == 2, turns_until(launch - 3, num_turns), 0)
-        growth = expected_growth(
-            exp2_of(earliest - merged),
-            exp2_of(before - merged),
-            turns_of_earliest,
-            turns_until(launch - 2, num_turns),
-            turns_until(launch - 1, num_turns),
-            turns_until(launch, num_turns),
-            num_turns,
-        )
-        merged += tl.where(num_earlier > 0, tl.log2(growth), 0.0)
-    return merged
+    """Returns log2 of a token's sum so far, [BLOCK_N]; in LAST and the launch before it log2 of the
+    sum that it is expected to have at the end. docs/design/filter.md#column-masses."""
+    merged = merged_reference(before_ptrs, splits, stride, size, nothing)
+    # The first split leaves the sum behind those of the splits, for later launches.
+    merged_ptrs = before_ptrs + splits * stride
+    tl.store(merged_ptrs, merged, mask=(nothing == 0) & (split_offset == 0))
+    num_earlier = tl.where(launch <= LAST, tl.maximum(launch - LAST + 2, 0), 0)
+    # Their slots stand before the slot of the launch before.
+    before = tl.load(merged_ptrs - 4 * size, mask=nothing + num_earlier > 0, other=LOWEST)
+    earliest = tl.load(merged_ptrs - 8 * size, mask=nothing + num_earlier > 1, other=LOWEST)
+    growth = expected_growth(
+        exp2_of(earliest - merged),
+        exp2_of(before - merged),
+        tl.where(num_earlier == 2, turns_until(launch - 3, num_turns), 0),
+        turns_until(launch - 2, num_turns),
+        turns_until(launch - 1, num_turns),
+        turns_until(launch, num_turns),
+        num_turns,
+    )
+    return merged + tl.where(num_earlier > 0, tl.log2(growth), 0.0)
 
 
 @triton.jit
@@ -281,9 +272,8 @@ def start_state(
         ref = tl.load(before_ptrs + split_offset)
         nothing = tl.zeros((BLOCK_N,), tl.float32)
         expected = expected_reference(
-            before_ptrs, splits, stride, size, launch, num_turns, nothing,
-            HAS_SCORE and not HAS_LOGITS,
-        )  # fmt: skip
+            before_ptrs, split_offset, splits, stride, size, launch, num_turns, nothing
+        )
         # Other ranks' sums may have raised the lower bound above it.
         highest = tl.maximum(highest, expected)
         # Kept logits take a reference that all splits share. The split's own reference is at most
