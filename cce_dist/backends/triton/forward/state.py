@@ -132,8 +132,7 @@ class ForwardState:
             # Those of a whole segment, also where this rank's last one is cut by padding.
             splits = splits_of_segment(segment, weight, tiles)
             programs = num_blocks * segments * splits
-        # Behind the sums of the splits stand their merged sums.
-        size = (programs * groups + num_blocks) * TOKEN_BLOCK
+        size = programs * groups * TOKEN_BLOCK + padded  # the splits' sums, and those merged
         buffers = ForwardBuffers(
             lower=new(segments * padded, dtype=fp32),
             split_states=new(1 if segment else SLOTS.value, 4, size, dtype=fp32),
