@@ -58,6 +58,23 @@ def test_triton_losses_without_gradients_change_no_bit(
     for name in none:
         assert torch.equal(none[name], full[name]), name
 
+    from cce_dist import token_logprobs
+
+    # A policy's, and those that it trains on.
+    hidden, weight = inputs.hidden.to(place.device), inputs.weight.to(place.device)
+    targets = inputs.targets.to(place.device)
+    for gradient in ("filtered", "exact"):
+        old, new = (
+            token_logprobs(
+                hidden.clone().requires_grad_(trains), weight, targets, entropy=True,
+                gradient=gradient, backend="triton",
+            )
+            for trains in (False, True)
+        )  # fmt: skip
+        assert new.logprobs.requires_grad
+        assert torch.equal(old.logprobs, new.logprobs)
+        assert torch.equal(old.entropy, new.entropy)
+
 
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=WAYS, dtype=("fp32", "fp16", "bf16")))
 def test_triton_memory_that_was_used_before(place: Place, way: dict[str, Any], dtype: str) -> None:
