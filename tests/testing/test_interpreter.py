@@ -144,6 +144,16 @@ def test_stand_in_of_a_mask_of_numbers(interpreter: Any) -> None:
     check(tl.where, of_numbers, block(interpreter, "float32", "plain"), 0.0)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "float32"])
+def test_stand_in_of_a_comparison_leaves_bits(interpreter: Any, dtype: str) -> None:
+    """Triton calls them numbers of the left operand's dtype. Remembered so, a launch of the guard's
+    kernel, which compares floats, broke each later forward in its process."""
+    number = block(interpreter, dtype, "scalar")
+    for _ in range(2):
+        both = (number <= number) & (number >= number)
+    assert both.handle.dtype.name == "int1"
+
+
 def test_stand_in_of_a_load_of_what_is_not_aligned(interpreter: Any) -> None:
     tl = interpreter.tl
     memory = torch.randn(1000, generator=torch.Generator().manual_seed(0))

@@ -149,7 +149,10 @@ def _add_codes(core: Any) -> None:
 
 def like_of(tensor: Any) -> tuple[Any, ...]:
     """Returns all that a tensor has beside its data."""
-    return tensor.handle.dtype, tensor.type, tensor.dtype, tensor.numel, tensor.shape
+    # Triton gives a comparison's handle the dtype of its left operand. A plan serves comparisons of
+    # other dtypes as well, and a block of bits that are called fp32 knows no `&`.
+    of_handle = tensor.dtype if tensor.dtype.name == "int1" else tensor.handle.dtype
+    return of_handle, tensor.type, tensor.dtype, tensor.numel, tensor.shape
 
 
 def _tensor_of(interpreter: Any, core: Any) -> Function:
