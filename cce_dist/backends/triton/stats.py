@@ -25,7 +25,7 @@ from cce_dist.backends.triton.forward.extras import (
     merge_extras,
     sums_softcapped,
 )
-from cce_dist.backends.triton.forward.operands import Finished, Launch
+from cce_dist.backends.triton.forward.operands import Finished, ForwardLaunch
 from cce_dist.backends.triton.forward.shares import mass_factors
 from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.forward.targets import Placed, add_targets, start_products
@@ -83,7 +83,7 @@ def forward(
             raise_lower(
                 bounds, shard_lower, buffers, state.shape, len(tokens), launch.number, order
             )
-    last = Launch(launches[-1].number, 0, state.num_tiles, robust=True)
+    last = ForwardLaunch(launches[-1].number, 0, state.num_tiles, robust=True)
     finished, screened, factors, placed = _merged(
         state, last, len(launches), request, rounding, order, order_as
     )
@@ -167,7 +167,7 @@ def _compute_kept_columns(
 
 def _merged(
     state: ForwardState,
-    last: Launch,
+    last: ForwardLaunch,
     num_launches: int,
     request: ForwardRequest,
     rounding: Rounding | None,

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 from cce_dist.backends.triton import stats as triton_stats
 from cce_dist.backends.triton.filter.marks import Marks, MassFactors, marks_of
 from cce_dist.backends.triton.forward import targets as forward_targets
-from cce_dist.backends.triton.forward.operands import Finished, Launch
+from cce_dist.backends.triton.forward.operands import Finished, ForwardLaunch
 from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.screened.steps import guard
 
@@ -201,7 +201,7 @@ def test_target_products_are_waited_for_and_freed(
         wait = streams.start_on_side_stream(device, run)
         return lambda: (waited.append(True), wait())[1]
 
-    def merge(state: ForwardState, last: Launch) -> Finished:
+    def merge(state: ForwardState, last: ForwardLaunch) -> Finished:
         assert products and not waited
         if fails:
             raise MemoryError("no room for it")

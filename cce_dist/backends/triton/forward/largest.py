@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cce_dist.backends.protocol import Room
 from cce_dist.backends.triton.forward.extras import merge_extras
-from cce_dist.backends.triton.forward.operands import Launch
+from cce_dist.backends.triton.forward.operands import ForwardLaunch
 from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.core.types import Head, Tokens, Wanted
 
@@ -17,7 +17,7 @@ def largest(tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
     registers."""
     state = ForwardState.of(tokens, head, Wanted(correct=True), False, None)
     launches = state.launches(False)
-    last = Launch(launches[-1].number, 0, state.num_tiles, robust=True)
+    last = ForwardLaunch(launches[-1].number, 0, state.num_tiles, robust=True)
     for launch in (*launches, last):
         state.launch(None, launch)
     assert state.buffers.extras is not None

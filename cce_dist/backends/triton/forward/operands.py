@@ -13,7 +13,7 @@ from cce_dist.backends.triton.filter.kept_logits import Region
 
 
 @dataclass(frozen=True)
-class Launch:
+class ForwardLaunch:
     """One launch of the forward kernel, and its tiles of columns, [start_tile, end_tile)."""
 
     number: int

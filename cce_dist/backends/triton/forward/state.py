@@ -24,7 +24,7 @@ from cce_dist.backends.triton.forward.operands import (
     EightBit,
     Finished,
     ForwardBuffers,
-    Launch,
+    ForwardLaunch,
 )
 from cce_dist.backends.triton.kernels.forward.finish import finish_kernel
 from cce_dist.backends.triton.kernels.forward.forward import forward_kernel
@@ -204,31 +204,31 @@ class ForwardState:
         has_stats = wanted.entropy or wanted.sum_p2 or wanted.correct or wanted.moments
         return self.eight is not None and has_stats
 
-    def alone(self, robust: bool = False) -> Launch:
+    def alone(self, robust: bool = False) -> ForwardLaunch:
         """Returns a launch of all tiles at once, which starts from `buffers.lower`."""
         number = SEGMENTS.value if self.segment else ALONE.value
-        return Launch(number, 0, self.num_tiles, robust=robust)
+        return ForwardLaunch(number, 0, self.num_tiles, robust=robust)
 
-    def launches(self, ranks_exchange: bool) -> tuple[Launch, ...]:
+    def launches(self, ranks_exchange: bool) -> tuple[ForwardLaunch, ...]:
         """Returns the launches. Each starts from the sums of the one before."""
         kept, columns = self.keep_logits, self.tiles.columns
         if kept is None:
             # One program at a time makes one split: no other split's sums can help it.
             alone = num_programs(self.weight) == 1 and not ranks_exchange
             numbers = (ALONE.value,) if alone else range(LAST.value + 1)
-            return tuple(Launch(number, 0, self.num_tiles) for number in numbers)
+            return tuple(ForwardLaunch(number, 0, self.num_tiles) for number in numbers)
         if kept.of_chunk:
-            probe = Launch(PROBE.value, 0, self.num_tiles)
-            return probe, Launch(AFTER_PROBE.value, 0, self.num_tiles, kept.regions[0])
+            probe = ForwardLaunch(PROBE.value, 0, self.num_tiles)
+            return probe, ForwardLaunch(AFTER_PROBE.value, 0, self.num_tiles, kept.regions[0])
         end = kept.first_column // columns
         # PROBE's sums give references alone, so any columns do: it takes the first ones.
-        launches = [Launch(PROBE.value, 0, self.num_tiles)]
-        launches += [Launch(number, 0, end) for number in range(FIRST.value, LAST.value + 1)]
+        launches = [ForwardLaunch(PROBE.value, 0, self.num_tiles)]
+        launches += [ForwardLaunch(number, 0, end) for number in range(FIRST.value, LAST.value + 1)]
         for number, region in enumerate(kept.ascending, LAST.value + 1):
             start_tile = end
             if region is not None:
                 end = triton.cdiv(region.last_column, columns)
-            launches.append(Launch(number, start_tile, end, region))
+            launches.append(ForwardLaunch(number, start_tile, end, region))
         return tuple(launches)
 
     def _pack(self, element_size: int, beside: int) -> ForwardState:
@@ -271,7 +271,7 @@ class ForwardState:
         """Returns the tensor, or any pointer in place of None: the kernel will not read it."""
         return self.count if tensor is None else tensor
 
-    def launch(self, rule: ColumnFilter | None, launch: Launch) -> None:
+    def launch(self, rule: ColumnFilter | None, launch: ForwardLaunch) -> None:
         threshold, by_largest = (0.0, False) if rule is None else (rule.threshold, rule.by_largest)
         dim, eight, tiles = self.weight.shape[1], self.eight, self.tiles
         hidden, weight = self.packed[:, :dim], self.weight
@@ -290,7 +290,7 @@ class ForwardState:
         launch_forward(hidden, weight, self.head, self.scale, *operands, *of_call)
 
     def _launch_portable(
-        self, hidden: Tensor, weight: Tensor, launch: Launch, grouping: Groups
+        self, hidden: Tensor, weight: Tensor, launch: ForwardLaunch, grouping: Groups
     ) -> None:
         head, wanted, buffers, eight = self.head, self.wanted, self.buffers, self.eight
         tiles, region, use_tma = grouping.tiles, launch.region, takes_tma(weight)
@@ -337,7 +337,7 @@ class ForwardState:
             num_stages=tiles.stages if region is None else max(2, tiles.stages - 1),
         )  # fmt: skip
 
-    def merge(self, last: Launch, full: Tensor | None = None) -> Finished:
+    def merge(self, last: ForwardLaunch, full: Tensor | None = None) -> Finished:
         """Merges the splits of each segment after launch `last`. `add_targets` adds the targets.
 
         Args: full: of `Screened`. None: full precision throughout, or a merge for the guard, which

@@ -65,7 +65,7 @@ class _Address(ctypes.Structure):
     _fields_ = [("base", ctypes.c_int32), ("at", ctypes.c_int32), ("offset", ctypes.c_int64)]
 
 
-class Step(ctypes.Structure):
+class BatchStep(ctypes.Structure):
     """batch.c's Step. It keeps alive what its pointers point to."""
 
     _fields_ = [
@@ -100,7 +100,7 @@ class NotReady(Exception):
 
 def launch_of(
     compiled: Any, grid: tuple[int, int, int], values: Sequence[Any], stream: int
-) -> Step:
+) -> BatchStep:
     """Returns the launch of a kernel, for a `Batch`.
 
     Args:
@@ -132,7 +132,7 @@ def launch_of(
     attribute = ctypes.pointer(_Attribute(_COOPERATIVE, 0, (1,)))
     block = (32 * about.num_warps, 1, 1)
     config = _Config(grid, block, about.shared, None, attribute, int(is_cooperative))
-    return Step(
+    return BatchStep(
         kind=_LAUNCH,
         stream=stream,
         num_parameters=len(starts),
@@ -147,15 +147,15 @@ def launch_of(
     )
 
 
-def zero_of(address: Address, num_bytes: int, stream: int) -> Step:
+def zero_of(address: Address, num_bytes: int, stream: int) -> BatchStep:
     """Returns zeros in a memory, for a `Batch`."""
     place = (_Address * 1)(_Address(address.base, 0, address.offset))
-    return Step(kind=_ZERO, stream=stream, num_bytes=num_bytes, addresses=place)
+    return BatchStep(kind=_ZERO, stream=stream, num_bytes=num_bytes, addresses=place)
 
 
-def wait_of(stream: int, other: int) -> Step:
+def wait_of(stream: int, other: int) -> BatchStep:
     """Returns a stream's wait for the work of another one so far, for a `Batch`."""
-    return Step(kind=_WAIT, stream=stream, other=other)
+    return BatchStep(kind=_WAIT, stream=stream, other=other)
 
 
 class Batch:
@@ -164,8 +164,8 @@ class Batch:
     Args: steps: of `launch_of`, `zero_of` and `wait_of`.
     """
 
-    def __init__(self, steps: Sequence[Step]) -> None:
-        table = (Step * len(steps))(*steps)
+    def __init__(self, steps: Sequence[BatchStep]) -> None:
+        table = (BatchStep * len(steps))(*steps)
         # The table keeps what its steps point to.
         self._keeps = table, steps
         self._head = _table(), ctypes.addressof(table), len(steps)

@@ -127,7 +127,7 @@ class Launch:
         binary = compiled.function, compiled.packed_metadata
         compiled.run(*self.grid, stream, *binary, *hooks, *values)
 
-    def by_driver(self, play: Play) -> driver.Step:
+    def by_driver(self, play: Play) -> driver.BatchStep:
         """Raises: NotReady: only Triton can start this kernel."""
         values = self.values.copy()
         for at, place in self.places:
@@ -194,7 +194,7 @@ class Zero(NamedTuple):
         with torch.cuda.stream(play.sides[self.stream - 1]):
             play.tensor(self.place).zero_()
 
-    def by_driver(self, play: Play) -> driver.Step:
+    def by_driver(self, play: Play) -> driver.BatchStep:
         shape, _, dtype = self.place.layout
         num_bytes = math.prod(shape) * dtype.itemsize
         return driver.zero_of(_address(self.place), num_bytes, self.stream)
@@ -212,7 +212,7 @@ class Wait(NamedTuple):
             streams = [caller, *play.sides]
             streams[self.stream].wait_stream(streams[self.other])
 
-    def by_driver(self, play: Play) -> driver.Step:
+    def by_driver(self, play: Play) -> driver.BatchStep:
         return driver.wait_of(self.stream, self.other)
 
 
@@ -271,7 +271,7 @@ class Steps:
 
     def _batches(self, play: Play) -> list[driver.Batch | Launch]:
         parts: list[driver.Batch | Launch] = []
-        batch: list[driver.Step] = []
+        batch: list[driver.BatchStep] = []
         for step in self.steps:
             try:
                 batch.append(step.by_driver(play))

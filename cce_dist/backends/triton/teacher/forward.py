@@ -18,7 +18,7 @@ from cce_dist.backends.protocol import ForwardRequest, TeacherStats
 from cce_dist.backends.triton.filter.marks import MassFactors, marks_of
 from cce_dist.backends.triton.forward.bounds import EXCHANGES, raise_lower
 from cce_dist.backends.triton.forward.hopper import Groups, num_groups
-from cce_dist.backends.triton.forward.operands import Launch
+from cce_dist.backends.triton.forward.operands import ForwardLaunch
 from cce_dist.backends.triton.forward.shares import mass_factors
 from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.forward.targets import Placed, add_targets, start_products
@@ -113,7 +113,7 @@ class _Merged:
 
 def _merged(
     state: ForwardState,
-    last: Launch,
+    last: ForwardLaunch,
     num_launches: int,
     order: Tensor | None,
     order_as: torch.dtype | None,
@@ -167,13 +167,13 @@ class _States:
     def tiles(self) -> KernelTiles:
         return self.student.tiles
 
-    def launch(self, launch: Launch, threshold: float) -> None:
+    def launch(self, launch: ForwardLaunch, threshold: float) -> None:
         if self.student.groups == 1 or launch.robust:
             self._launch_portable(launch, threshold)
         else:
             self._launch_hopper(launch, threshold)
 
-    def _launch_hopper(self, launch: Launch, threshold: float) -> None:
+    def _launch_hopper(self, launch: ForwardLaunch, threshold: float) -> None:
         from cce_dist.backends.triton.kernels.teacher.hopper import hopper_teacher_kernel
 
         student, teacher = self.student, self.teacher
@@ -211,7 +211,7 @@ class _States:
         ]
         return [student.count, student.shape, *of_each[0], *of_each[1], *of_each[2]]
 
-    def _launch_portable(self, launch: Launch, threshold: float) -> None:
+    def _launch_portable(self, launch: ForwardLaunch, threshold: float) -> None:
         student, teacher, tiles = self.student, self.teacher, self.tiles
         operands, strides, use_tma = [], [], []
         for state in self.states:
@@ -255,7 +255,7 @@ class _States:
             num_stages=tiles.stages,
         )
 
-    def divergence(self, last: Launch, lse: Tensor, teacher_lse: Tensor) -> Tensor:
+    def divergence(self, last: ForwardLaunch, lse: Tensor, teacher_lse: Tensor) -> Tensor:
         """Merges the splits' KL, [N_padded] in the order of the blocks."""
         states = [
             state.buffers.split_states[last.number % len(state.buffers.split_states)]
