@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 from cce_dist.backends.triton import stats as triton_stats
 from cce_dist.backends.triton.filter.marks import Marks, MassFactors, marks_of
 from cce_dist.backends.triton.forward import targets as forward_targets
-from cce_dist.backends.triton.forward.operands import Finished, ForwardLaunch
+from cce_dist.backends.triton.forward.operands import Finished, ForwardBuffers, ForwardLaunch
 from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.screened.steps import guard
 
@@ -222,3 +222,13 @@ def test_target_products_are_waited_for_and_freed(
     else:
         stats_of(tokens, head)
     assert waited == [True]
+
+
+def test_more_sums_than_kernels_count_are_refused() -> None:
+    def buffers(size: int) -> ForwardBuffers:
+        lower, states = (torch.empty(*shape, device="meta") for shape in ((1000,), (5, 4, size)))
+        return ForwardBuffers(lower, states, None, None, None)
+
+    assert buffers((2**31 - 1) // 20).size == (2**31 - 1) // 20
+    with pytest.raises(ValueError, match=r"hidden must have fewer tokens.* of 1000 tokens"):
+        buffers(2**31 // 20 + 1)

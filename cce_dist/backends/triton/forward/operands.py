@@ -36,6 +36,15 @@ class ForwardBuffers:
     extras: Tensor | None  # [NUM_EXTRAS, size] fp32: see `add_extras`; None: not wanted
     keys: Tensor | None  # [size] int64: `key_ptr` of Hopper's kernel; None: not wanted
 
+    def __post_init__(self) -> None:
+        # Kernels count the states' numbers in 32 bits.
+        if self.split_states.numel() >= 2**31:
+            raise ValueError(
+                "hidden must have fewer tokens in one call of the kernels: of "
+                f"{self.lower.numel()} tokens the forward keeps {self.split_states.numel()} sums, "
+                "and at most 2147483647 are allowed; pass the tokens in several calls"
+            )
+
     @property
     def size(self) -> int:
         return self.split_states.shape[2]

@@ -37,7 +37,8 @@ def raise_reference(
     HAS_UNKEPT: tl.constexpr,
     OF_DROPPED: tl.constexpr,  # the surplus is over dropped columns, not over all
 ):
-    """Changes the sums' reference from the state's to `ref`, which is not lower."""
+    """Changes the sums' reference from the state's to `ref`. It is not lower, but where kept logits
+    follow launches that expected more: there it is some bits lower."""
     gain = ref - tl.load(state_ptrs)
     shrink = exp2_of(-gain)
     earlier = tl.load(state_ptrs + size)
@@ -276,8 +277,8 @@ def start_state(
         )
         # Other ranks' sums may have raised the lower bound above it.
         highest = tl.maximum(highest, expected)
-        # Kept logits take a reference that all splits share. The split's own reference is at most
-        # these two, but may be infinite where its sum overflowed.
+        # Kept logits take a reference that all splits share. The split's own one may be infinite,
+        # where its sum overflowed.
         if not HAS_LOGITS:
             highest = tl.maximum(highest, ref)
         # PROBE's sums were for references alone.
