@@ -15,5 +15,6 @@ class _UnlessConfigured(logging.StreamHandler):
 
 
 logger = logging.getLogger("cce_dist.integrations")
-logger.setLevel(logging.INFO)
+if logger.level == logging.NOTSET:
+    logger.setLevel(logging.INFO)
 logger.addHandler(_UnlessConfigured())

@@ -17,6 +17,8 @@ from cce_dist.integrations.errors import PatchError
 
 # Makes a result of the products of a head, within the head's forward.
 Finish: TypeAlias = "Callable[[Expression], Tensor]"
+# Takes or reshapes tokens: [..., D] -> [..., D].
+Rows: TypeAlias = Callable[[Tensor], Tensor]
 IN_HEAD, IN_MODEL, DONE = "in the head", "in the model", "done"
 
 
@@ -56,16 +58,30 @@ class HeadCall:
 
 @dataclass(frozen=True)
 class Product:
-    """factor * (hidden @ weight.T); without a weight: factor * the head's output for hidden."""
+    """factor * (hidden @ weight.T); without a weight: factor * the head's output for hidden.
+
+    Args:
+        origin: without a weight, what the head was called with, before `changes` took tokens of
+            it; None: that is hidden itself.
+    """
 
     hidden: Tensor  # [..., D]
     weight: Tensor | None  # [V, D]
     factor: float = 1.0
     version: int = 0
+    origin: Product | None = None
+    changes: tuple[Rows, ...] = ()
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor | None = None, factor: float = 1.0) -> Product:
         return cls(hidden, weight, factor, version_of(hidden))
+
+    def of_rows(self, change: Rows) -> Product:
+        self.require_same()
+        new = Product.of(change(self.hidden), self.weight, self.factor)
+        if self.weight is not None:
+            return new
+        return replace(new, origin=self.origin or self, changes=(*self.changes, change))
 
     def require_same(self) -> None:
         """Checks that hidden has not changed since: logits computed now are those of the call.
@@ -147,12 +163,9 @@ class Expression:
     def tanh(self) -> Expression | None:
         return None if self.capped else replace(self, capped=True)
 
-    def of_rows(self, change: Callable[[Tensor], Tensor]) -> Expression:
+    def of_rows(self, change: Rows) -> Expression:
         """Applies a change of the tokens, which keeps the last dim, to each product's hidden."""
-        for product in self.products:
-            product.require_same()
-        products = (Product.of(change(x.hidden), x.weight, x.factor) for x in self.products)
-        return replace(self, products=tuple(products))
+        return replace(self, products=tuple(x.of_rows(change) for x in self.products))
 
     def with_head(self, head: Expression) -> Expression | None:
         """Returns the expression with the products of the head in the place of its output."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from cce_dist import LossOptions
@@ -47,6 +50,9 @@ class Deferral:
         self.call = HeadCall(name, options, said, self.compute)
         self.finish: Finish | None = None
         self.thread = threading.get_ident()
+        # Hidden states by their id, and the generators' states before the head was first computed
+        # for them.
+        self.drawn: dict[int, tuple[Tensor, Tensor, list[Tensor]]] = {}
 
     @not_compiled
     def begin(self) -> None:
@@ -114,16 +120,40 @@ class Deferral:
         replaced = self._replace(None)
         self.finish, call.stage = finish, IN_HEAD
         try:
-            with _autocast(hidden, call.dtype):
+            with self._draws_once(hidden), _autocast(hidden, call.dtype):
                 # Tensor parallelism's hooks would gather what the head returns.
                 return self.forward(hidden) if self.is_split else self.head(hidden)
         finally:
             self.finish, call.stage, self.thread = None, stage, thread
             _restore(replaced)
 
+    @contextlib.contextmanager
+    def _draws_once(self, hidden: Tensor) -> Iterator[None]:
+        """The head's dropout draws the same masks in each call for the same hidden states, and the
+        calls after the first one leave torch's generators as they are."""
+        drops = (x for x in self.head.modules() if isinstance(x, _DropoutNd))
+        if not any(x.training and x.p > 0 for x in drops):
+            yield
+            return
+        devices = [hidden.device] if hidden.is_cuda else []
+        if id(hidden) not in self.drawn:
+            of_devices = [torch.cuda.get_rng_state(each) for each in devices]
+            self.drawn[id(hidden)] = hidden, torch.get_rng_state(), of_devices
+            yield
+            return
+        _, state, of_devices = self.drawn[id(hidden)]
+        with torch.random.fork_rng(devices):
+            torch.set_rng_state(state)
+            for device, of_device in zip(devices, of_devices, strict=True):
+                torch.cuda.set_rng_state(of_device, device)
+            yield
+
     @not_compiled
-    def forward(self, hidden: Any) -> Any:
+    def forward(self, hidden: Any, **further: object) -> Any:
         """Stands in for the head's forward."""
+        if further:
+            # PEFT's aLoRA tells its layers where each sequence invokes it.
+            self._refuse(f"its head gets {', '.join(sorted(further))} beside hidden states")
         if self.finish is None:
             return self.defer(hidden)
         products = self._products(hidden)

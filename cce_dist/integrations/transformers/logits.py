@@ -107,9 +107,14 @@ class DeferredLogits(Tensor):
                 "taken that is not computed: write to outputs.logits.clone()"
             )
         (output,) = expression.products
-        output.require_same()
+        # The head gets what the model gave it: a head, or a hook of it, may look at a token's
+        # neighbours. Tokens are taken afterwards.
+        origin = output.origin or output
+        origin.require_same()
 
         def finish_head(head: Expression) -> Tensor:
+            for change in output.changes:
+                head = head.of_rows(change)
             whole = expression.with_head(head)
             if whole is None:
                 raise PatchError(
@@ -118,7 +123,7 @@ class DeferredLogits(Tensor):
             return finish(whole)
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and not expression.detached):
-            return call.compute(output.hidden, finish_head)
+            return call.compute(origin.hidden, finish_head)
 
     def materialize(self) -> Tensor:
         """Returns the logits, [..., V]; computes them at the first call."""

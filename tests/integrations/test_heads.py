@@ -1,0 +1,142 @@
+"""Heads that do more than multiply: they meet what the model gives them, and draw once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from cce_dist.integrations import transformers as integration  # noqa: E402
+from cce_dist.integrations.transformers import PatchError  # noqa: E402
+from tests.integrations.architectures import batch, make  # noqa: E402
+
+# transformers and its models warn of what comes in later versions.
+pytestmark = pytest.mark.filterwarnings("ignore")
+BATCH = batch()
+
+
+@pytest.fixture(autouse=True)
+def no_patch() -> Iterator[None]:
+    yield
+    integration.remove()
+
+
+class Centred(nn.Linear):
+    """A head that looks along the sequence."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input - input.mean(-2, keepdim=True))
+
+
+def with_hook(model: Any) -> Any:
+    model.lm_head.register_forward_pre_hook(
+        lambda head, inputs: (inputs[0] - inputs[0].mean(-2, keepdim=True),)
+    )
+    return model
+
+
+def with_own_head(model: Any) -> Any:
+    old = model.lm_head
+    model.lm_head = Centred(old.in_features, old.out_features, bias=False)
+    model.lm_head.weight = old.weight
+    return model
+
+
+def with_dropout(model: Any) -> Any:
+    model.lm_head = nn.Sequential(nn.Dropout(0.3), model.lm_head)
+    return model
+
+
+def with_lora_dropout(model: Any) -> Any:
+    config = peft.LoraConfig(
+        target_modules=["lm_head"], lora_dropout=0.5, init_lora_weights=False, r=4
+    )
+    return peft.get_peft_model(model, config)
+
+
+def loss_of_logits(model: Any, take: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Its own loss and one of some of its logits, which are read twice; then a random number."""
+    torch.manual_seed(5)
+    output = model(**BATCH)
+    taken = take(output.logits)
+    labels = take(BATCH["labels"][..., None]).flatten()
+    of_logits = F.cross_entropy(taken.flatten(0, -2), labels, ignore_index=-100)
+    read = output.logits.float().square().mean()
+    return output.loss + of_logits + read, torch.rand(())
+
+
+@pytest.mark.parametrize(
+    "take", [lambda x: x, lambda x: x[:, :-2], lambda x: x[:, 1:-1]], ids=["all", "start", "middle"]
+)
+@pytest.mark.parametrize("change", [with_hook, with_own_head, with_dropout, with_lora_dropout])
+def test_heads(change: Callable[[Any], Any], take: Callable[[Tensor], Tensor]) -> None:
+    results = []
+    for patches in (False, True):
+        torch.manual_seed(0)
+        model = change(make("llama")).train()
+        if patches:
+            integration.patch(model, gradient="exact")
+        value, drawn = loss_of_logits(model, take)
+        value.backward()
+        grads = [x.grad for x in model.parameters() if x.grad is not None]
+        results.append([value.detach(), drawn, *grads])
+    torch.testing.assert_close(results[1], results[0], atol=1e-6, rtol=1e-5)
+
+
+def test_a_hook_sees_the_models_shape() -> None:
+    shapes = []
+    model = make("llama").train()
+    model.lm_head.register_forward_pre_hook(lambda head, inputs: shapes.append(inputs[0].shape))
+    integration.patch(model)
+    model(**BATCH).loss.backward()
+    assert [shape[:2] for shape in shapes] == [BATCH["input_ids"].shape]
+
+
+def test_hidden_states_that_change_after_tokens_were_taken_are_refused() -> None:
+    model = make("llama").train()
+    integration.patch(model)
+    states = []
+    model.model.register_forward_hook(lambda module, inputs, output: states.append(output[0]))
+    output = model(**BATCH)
+    # The loss's own backward needs them, too.
+    taken = output.logits[:, torch.tensor([0, 2])]
+    with torch.no_grad():
+        states[0].mul_(2)
+    with pytest.raises(PatchError, match="hidden states changed in place"):
+        taken.float().sum()
+
+
+def test_a_head_that_gets_more_than_hidden_states_is_refused() -> None:
+    config = peft.LoraConfig(
+        target_modules=["lm_head"],
+        alora_invocation_tokens=[int(BATCH["input_ids"][0, 1])],
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(make("llama"), config).train()
+    integration.patch(model)
+    with pytest.raises(PatchError, match="its head gets alora_offsets beside hidden states"):
+        model(**BATCH)
+
+
+@pytest.mark.parametrize("level", [None, "WARNING"])
+def test_a_level_of_the_log_that_was_set_before_stays(level: str | None) -> None:
+    code = (
+        "import logging, sys\n"
+        "if sys.argv[1:]: logging.getLogger('cce_dist.integrations').setLevel(sys.argv[1])\n"
+        "from cce_dist.integrations.log import logger\n"
+        "print(logging.getLevelName(logger.level))"
+    )
+    command = [sys.executable, "-c", code, *([level] if level else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == (level or "INFO")
