@@ -333,13 +333,18 @@ def test_a_context_leaves_what_was_patched_before() -> None:
 
 def test_accelerate_unwraps_a_patched_model() -> None:
     accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
-    model = accelerator.prepare(integration.patch(make("llama")))
-    for _ in range(2):
-        assert isinstance(model(**BATCH).logits, DeferredLogits)
-        accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-        assert isinstance(model(**BATCH).logits, DeferredLogits)
-        model = accelerator.prepare(model)
+    # A process has one precision, and a Trainer of another test may have set it.
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+        model = accelerator.prepare(integration.patch(make("llama")))
+        for _ in range(2):
+            assert isinstance(model(**BATCH).logits, DeferredLogits)
+            accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+            assert isinstance(model(**BATCH).logits, DeferredLogits)
+            model = accelerator.prepare(model)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     # A patch that somebody has put aside is not said to be there.
     model.forward = type(model).forward.__get__(model)
     assert integration.status().models == ()
