@@ -135,7 +135,8 @@ class Deferral:
         if not any(x.training and x.p > 0 for x in drops):
             yield
             return
-        devices = [hidden.device] if hidden.is_cuda else []
+        # The head may be on another GPU than the model.
+        devices = list({x.device for x in (hidden, *self.head.parameters()) if x.is_cuda})
         if id(hidden) not in self.drawn:
             of_devices = [torch.cuda.get_rng_state(each) for each in devices]
             self.drawn[id(hidden)] = hidden, torch.get_rng_state(), of_devices
