@@ -58,11 +58,19 @@ def with_dropout(model: Any) -> Any:
     return model
 
 
+def with_a_noisy_hook(model: Any) -> Any:
+    model.lm_head.register_forward_pre_hook(lambda head, inputs: (F.dropout(inputs[0], 0.3),))
+    return model
+
+
 def with_lora_dropout(model: Any) -> Any:
     config = peft.LoraConfig(
         target_modules=["lm_head"], lora_dropout=0.5, init_lora_weights=False, r=4
     )
     return peft.get_peft_model(model, config)
+
+
+CHANGES = (with_hook, with_own_head, with_dropout, with_a_noisy_hook, with_lora_dropout)
 
 
 def loss_of_logits(model: Any, take: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -79,7 +87,7 @@ def loss_of_logits(model: Any, take: Callable[[Tensor], Tensor]) -> tuple[Tensor
 @pytest.mark.parametrize(
     "take", [lambda x: x, lambda x: x[:, :-2], lambda x: x[:, 1:-1]], ids=["all", "start", "middle"]
 )
-@pytest.mark.parametrize("change", [with_hook, with_own_head, with_dropout, with_lora_dropout])
+@pytest.mark.parametrize("change", CHANGES)
 def test_heads(change: Callable[[Any], Any], take: Callable[[Tensor], Tensor]) -> None:
     results = []
     for patches in (False, True):

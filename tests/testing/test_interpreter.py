@@ -146,8 +146,8 @@ def test_stand_in_of_a_mask_of_numbers(interpreter: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["int32", "float32"])
 def test_stand_in_of_a_comparison_leaves_bits(interpreter: Any, dtype: str) -> None:
-    """Triton calls them numbers of the left operand's dtype. Remembered so, a launch of the guard's
-    kernel, which compares floats, broke each later forward in its process."""
+    """Triton gives the bits the dtype of the left operand. A stand-in that remembered fp32, after
+    the guard's kernel had compared floats, broke each later forward in the process."""
     number = block(interpreter, dtype, "scalar")
     for _ in range(2):
         both = (number <= number) & (number >= number)

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from cce_dist import LossOptions
@@ -129,10 +128,9 @@ class Deferral:
 
     @contextlib.contextmanager
     def _draws_once(self, hidden: Tensor) -> Iterator[None]:
-        """The head's dropout draws the same masks in each call for the same hidden states, and the
-        calls after the first one leave torch's generators as they are."""
-        drops = (x for x in self.head.modules() if isinstance(x, _DropoutNd))
-        if not any(x.training and x.p > 0 for x in drops):
+        """The head draws the same numbers, such as dropout's masks, in each call for the same
+        hidden states, and the calls after the first one leave torch's generators as they are."""
+        if not any(_may_draw(x) for x in self.head.modules()):
             yield
             return
         # The head may be on another GPU than the model.
@@ -246,6 +244,14 @@ def _restore(replaced: list[tuple[Any, str, Any]]) -> None:
             delattr(module, name)
         else:
             setattr(module, name, old)
+
+
+def _may_draw(module: nn.Module) -> bool:
+    """Tells whether a module of a head, or a user's pre-hook of it, may draw random numbers: all
+    but a plain linear map may."""
+    if type(module).forward is not nn.Linear.forward:
+        return True
+    return not all(comes_from_wrapper(x) for x in module._forward_pre_hooks.values())
 
 
 def _state_of(head: nn.Module) -> list[Any]:
