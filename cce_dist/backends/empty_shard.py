@@ -45,7 +45,7 @@ def _nothing_of_heads(
     _exchange_nothing(tokens, head, request)
     zeros = head.weight.new_zeros(len(tokens), dtype=torch.float32)
     nothing = torch.full_like(zeros, -torch.inf)
-    return TeacherStats(Stats(nothing, zeros), nothing, zeros, None)
+    return TeacherStats(Stats(nothing, zeros), nothing, zeros, None, zeros.new_zeros(1))
 
 
 class EmptyShard(TorchBackend):

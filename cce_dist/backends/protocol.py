@@ -118,6 +118,8 @@ class TeacherStats:
     teacher_lse: Tensor
     kl: Tensor  # nats: KL(teacher || student) of the softmaxes over this shard's columns alone
     scores: Scores | None  # of both models; None: this shard has no columns
+    # [1] int32: 1 where an 8-bit copy of the teacher's weight was given and refused; None: no copy
+    full: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ class _Heads:
         of_teacher, _ = plan.gather_hidden(teacher.hidden, defer_fill=False)
         scale = teacher.logit_scale / T
         teacher_head = Head(
-            teacher.weight, teacher.bias, None, head.vocab_size, teacher.softcap, scale
+            *(teacher.weight, teacher.bias, None, head.vocab_size, teacher.softcap, scale),
+            quantized=teacher.quantized,
         )
         return cls(
             tokens=tokens,
@@ -93,12 +94,13 @@ class _Heads:
         assert forward_of_heads is not None
         out = forward_of_heads(self.tokens, self.head, self.teacher, request)
         lse, target_logit = out.student.lse, out.student.target_logit
-        first = FirstPass(Sums(lse, out.teacher_lse, out.kl), lse, target_logit)
+        sums = Sums(lse, out.teacher_lse, out.kl)
+        first = FirstPass(sums, lse, target_logit, out.full)
         return first, out.scores
 
 
 class DistillByKernels(torch.autograd.Function):
-    """Outputs: as `Distill`; alpha > 0 needs temperature 1."""
+    """Outputs: as `Distill`, and `Computed.screened`; alpha > 0 needs temperature 1."""
 
     @staticmethod
     def forward(
@@ -117,7 +119,7 @@ class DistillByKernels(torch.autograd.Function):
             heads.warm_up(call, weight.dtype, ctx.needs_input_grad[:3])
         local, scores = heads.forward(plan)
         merged = merge(local, objective.divergences, plan, has_targets=has_targets)
-        ctx.call, ctx.objective, ctx.softcap_and_scale = call, objective, teacher[3:]
+        ctx.call, ctx.objective, ctx.softcap_and_scale = call, objective, teacher[3:5]
         ctx.scores, tensors = take_apart(scores)
         vectors = (merged.sums.student, merged.sums.teacher, merged.target_logit)
         ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *vectors, *tensors)
@@ -126,7 +128,10 @@ class DistillByKernels(torch.autograd.Function):
         if nll is not None and call.count is not None:
             counts = torch.arange(len(nll), device=nll.device) < call.count
             nll = nll.where(counts, 0)
-        return merged.sums.kl, nll
+        screened = None if merged.full is None else (merged.full == 0).view(())
+        if screened is not None:
+            ctx.mark_non_differentiable(screened)
+        return merged.sums.kl, nll, screened
 
     @staticmethod
     @once_differentiable
@@ -137,7 +142,7 @@ class DistillByKernels(torch.autograd.Function):
         lse, teacher_lse, target_logit, *tensors = saved[3:]
         call, objective, needs = ctx.call, ctx.objective, ctx.needs_input_grad
         scores = put_together(ctx.scores, iter(tensors))
-        of_divergence, of_nll = grads
+        of_divergence, of_nll = grads[:2]
         if of_divergence is None and of_nll is None:
             return (None,) * 6
         heads = _Heads.of(hidden, weight, bias, teacher, call, objective)

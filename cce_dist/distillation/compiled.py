@@ -190,7 +190,8 @@ def distill(
     teacher = bound.teacher((teacher_hidden, teacher_weight, teacher_bias))
     function = DistillByKernels if is_by_kernels(plan) else Distill
     with torch.autocast(hidden.device.type, enabled=False):
-        value, nll = function.forward(ctx, hidden, weight, bias, teacher, call, bound.objective)
+        outputs = function.forward(ctx, hidden, weight, bias, teacher, call, bound.objective)
+    value, nll = outputs[:2]
     first, last = NUM_INPUTS, NUM_INPUTS + num_vectors(plan)
     vectors = [padded(x, size) for x in ctx.saved_tensors[first:last]]
     state = list(ctx.saved_tensors[last:]) if any(needs) else []

@@ -13,7 +13,7 @@ from cce_dist.algorithm.once import once_differentiable, outside_autocast
 from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.choose import TORCH, choose_backend
 from cce_dist.core.stats import Stats, logaddexp_parts
-from cce_dist.core.types import Head, Tokens
+from cce_dist.core.types import Head, QuantizedRows, Tokens
 from cce_dist.distillation.divergences import Divergences, Sums
 from cce_dist.distillation.sweep import (
     FirstPass,
@@ -41,6 +41,7 @@ class Teacher(NamedTuple):
     bias: Tensor | None  # [V_local]
     softcap: float | None
     logit_scale: float
+    quantized: QuantizedRows | None = None  # the weight's rows in 8 bits, for kernels
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Computed(NamedTuple):
     terms: TokenLoss
     picked: PickedTokens
     shape: torch.Size  # targets'
+    screened: Tensor | None = None  # [] bool; None: the teacher's logits are in full precision
 
 
 class Distill(torch.autograd.Function):
@@ -97,7 +99,7 @@ class Distill(torch.autograd.Function):
             value, mean = parts.sum(0).unbind(0)
         nll = merged.lse - merged.target_logit if pair.has_targets else None
         vectors = (merged.sums.student, merged.sums.teacher, mean, merged.lse)
-        ctx.softcap_and_scale = teacher[3:]
+        ctx.softcap_and_scale = teacher[3:5]
         ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *vectors)
         ctx.set_materialize_grads(False)
         return value.clone(), nll
@@ -188,20 +190,22 @@ def merge(
 ) -> FirstPass:
     """Merges the ranks' sums; all ranks get the same bits.
 
-    Collectives: one all-gather of 8 + K N numbers, K = 3, or 5 with targets.
+    Collectives: one all-gather of 9 + K N numbers, K = 3, or 5 with targets.
     """
     if plan.group is None:
         return local
     of_targets = (local.lse, local.target_logit) if has_targets else ()
     vectors = [*local.sums, *of_targets]
     packed = torch.stack(vectors)
-    payload = torch.cat([encode(plan.shard, packed.numel(), packed), packed.flatten()])
+    full = packed.new_ones(1) if local.full is None else local.full.to(packed.dtype)
+    payload = torch.cat([encode(plan.shard, packed.numel(), packed), full, packed.flatten()])
     parts = all_gather(payload, plan.group)
     headers = parts[:, :NUM_DIGITS]
-    rows = parts[:, NUM_DIGITS:].view(len(parts), *packed.shape).transpose(0, 1)
+    rows = parts[:, NUM_DIGITS + 1 :].view(len(parts), *packed.shape).transpose(0, 1)
     student, teacher, kl, *others = rows
     sums = Sums(student, teacher, kl)
     lse, targets = others or (student, torch.zeros_like(student))
     stats = Stats(lse, targets)
     require(is_sound(headers, stats, None), lambda: flaw(headers, stats, None), RULE)
-    return FirstPass(divergences.merge(sums), logaddexp_parts(lse), targets.sum(0))
+    full = parts[:, NUM_DIGITS].sum(0, keepdim=True)
+    return FirstPass(divergences.merge(sums), logaddexp_parts(lse), targets.sum(0), full)

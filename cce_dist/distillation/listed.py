@@ -15,7 +15,7 @@ from cce_dist.distillation.function import Computed, Objective
 from cce_dist.distillation.loss import (
     NOTHING_IGNORED,
     DistillationOutput,
-    DistillationStat,
+    TokenStat,
     checked_targets,
     no_targets,
     objective_of,
@@ -47,6 +47,7 @@ from cce_dist.options import (
     LossOptions,
     Reduction,
     require_choice,
+    require_stats,
 )
 from cce_dist.ranks.gather import require
 
@@ -149,7 +150,7 @@ def listed_distillation(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     shift: int = 0,
-    stats: tuple[DistillationStat, ...] = (),
+    stats: tuple[TokenStat, ...] = (),
     gradient: GradientOfEach = "filtered",
     filter: Filter = Filter(),  # noqa: B008 - frozen
     backend: Backend = "auto",
@@ -199,6 +200,7 @@ def listed_distillation(
     objective = objective_of(divergence, beta, temperature, alpha)
     require_choice("rest", rest, get_args(Rest))
     require_choice("gradient", gradient, get_args(GradientOfEach))
+    require_stats(stats, get_args(TokenStat))
     ignore_index = NOTHING_IGNORED if targets is None else ignore_index
     targets = checked_targets(targets, hidden, objective, stats, sequence_parallel, group)
     options = options_of(

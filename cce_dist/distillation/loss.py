@@ -21,6 +21,7 @@ from cce_dist.frontend import validation
 from cce_dist.frontend.eager import compute as compute_loss
 from cce_dist.frontend.inputs import Inputs, options_of
 from cce_dist.frontend.prepare import enter, local_targets_of, narrow, validate
+from cce_dist.frontend.quantized import QuantizedWeight
 from cce_dist.frontend.reduction import PickedTokens, TokenLoss, gathered, pick_tokens
 from cce_dist.options import (
     Backend,
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     from cce_dist.ranks.transport import Group
     from cce_dist.vocab_shard import VocabShard
 
-DistillationStat = Literal["divergence", "nll"]
+TokenStat = Literal["divergence", "nll"]
+DistillationStat = Literal["divergence", "nll", "screened"]
 GradientOfBoth = Literal["filtered", "exact"]
 # No class is it.
 NOTHING_IGNORED = -100
@@ -56,6 +58,7 @@ class DistillationOutput(NamedTuple):
     loss: Tensor
     divergence: Tensor | None = None  # nats, at `temperature`; differentiable
     nll: Tensor | None = None  # of the target at temperature 1; differentiable
+    screened: Tensor | None = None  # [] bool: all ranks' teacher logits were computed in 8 bits
 
 
 def linear_distillation(
@@ -84,6 +87,7 @@ def linear_distillation(
     shift: int = 0,
     gradient: GradientOfBoth = "filtered",
     filter: Filter = Filter(),  # noqa: B008 - frozen
+    quantized_teacher_weight: QuantizedWeight | None = None,
     stats: tuple[DistillationStat, ...] = (),
     backend: Backend = "auto",
     workspace_bytes: int | None = None,
@@ -110,10 +114,15 @@ def linear_distillation(
         beta: of "jsd", in (0, 1).
         temperature: > 0, divides both models' logits, after softcap and scale.
         alpha: share of the target's cross-entropy, in [0, 1].
-        stats: "divergence" and "nll"; nll needs alpha > 0.
+        stats: "divergence", "nll" and "screened"; nll needs alpha > 0.
         gradient: "filtered" lets the kernels replace columns where both models have little mass by
             the product of their marginals; "exact" computes every column.
         filter: `Filter` of both models' mass together, without `eps`.
+        quantized_teacher_weight: `quantize_weight(teacher_weight, teacher_hidden)`, made once of a
+            teacher that does not change, V_local (D_teacher + 8) bytes. For forward KL with
+            filtered gradients alone. Kernels then multiply the teacher's hidden states by it, in 8
+            bits; columns of much mass get exact logits. Where 8 bits would err, and without
+            kernels, logits are in full precision: stat "screened" says which.
         backend: "auto", "torch", or "triton", which takes no float64.
         group, vocab_shard, sequence_parallel, token_weight, ignore_index, reduction, shift,
             workspace_bytes: as in `linear_cross_entropy`; with sequence_parallel both hidden states
@@ -125,17 +134,19 @@ def linear_distillation(
         ValueError: an argument is not supported; the message says which. So are teacher tensors
             that require grad.
     DTensors: as in `linear_cross_entropy`; the teacher's lie as the student's do.
-    Collectives on `group`: forward one all-gather of 12 N + 32 bytes (20 N + 32 with alpha), and
+    Collectives on `group`: forward one all-gather of 12 N + 36 bytes (20 N + 36 with alpha), and
         one of 8 N for "jsd" and "tvd"; kernels eight of 4 N before it. Backward those of
         `linear_cross_entropy`. With alpha and a temperature that is not 1 kernels also take those
         of `linear_cross_entropy` for the nll. With sequence_parallel all-gathers of both hidden
         states in forward and backward.
     Errors: on Hopper, in 16 bits and without softcaps, a token's KL is off by some 1e-4 nats, and
-        may be below 0 between nearly equal models; gradients do not depend on it.
+        may be below 0 between nearly equal models; gradients do not depend on it. With an 8-bit
+        teacher it is off by some 1e-3 nats, and gradients by 2e-3 to 5e-3 of themselves.
     Determinism: the loss is bitwise equal on all ranks and from run to run.
     """
     objective = objective_of(divergence, beta, temperature, alpha)
     require_choice("gradient", gradient, get_args(GradientOfBoth))
+    require_stats(stats, get_args(DistillationStat))
     ignore_index = NOTHING_IGNORED if targets is None else ignore_index
     targets = checked_targets(targets, hidden, objective, stats, sequence_parallel, group)
     inputs = Inputs(hidden, weight, targets, bias, token_weight)
@@ -166,17 +177,21 @@ def linear_distillation(
     of_teacher = local_teacher(hidden, weight, *of_teacher, parts)
     options, of_tiles = _backends_of(options, objective, of_teacher[1])
     arguments = (inputs, of_teacher, logits, options, group, vocab_shard, objective, of_tiles)
+    if quantized_teacher_weight is not None:
+        _check_quantized(quantized_teacher_weight, objective, options, inputs.hidden)
     if is_traced():
         # The module imports the compiler, which a tracing caller has imported already.
         from cce_dist.distillation.compiled import compute as trace
 
         computed = trace(*arguments)
     else:
-        compute_here = compute
-        if is_fake(inputs.hidden):
-            from cce_dist.distillation.compiled import compute as compute_here
         with unseen_by_checkpointing():
-            computed = compute_here(*arguments)
+            if is_fake(inputs.hidden):
+                from cce_dist.distillation.compiled import compute as trace
+
+                computed = trace(*arguments)
+            else:
+                computed = compute(*arguments, quantized_teacher_weight)
     result = output_of(computed, (reduction, options.shift, stats, alpha))
     return result if parts is None else parts.wrap(result)
 
@@ -190,6 +205,7 @@ def compute(
     vocab_shard: VocabShard | None,
     objective: Objective,
     of_tiles: Backend,
+    quantized: QuantizedWeight | None = None,
 ) -> Computed:
     """Computes each token's values of plain tensors eagerly.
 
@@ -197,7 +213,7 @@ def compute(
     """
     hidden, weight, targets, bias, token_weight = inputs[:5]
     ranks, shard, shape = validate(inputs, options, group, vocab_shard)
-    teacher = teacher_of(hidden, *of_teacher, len(weight), shard, logits)
+    teacher = teacher_of(hidden, *of_teacher, len(weight), shard, logits, quantized)
     objective = replace(objective, takes_tiles=takes_tiles(of_tiles, hidden))
     plan = plan_of(hidden, targets.numel(), options, ranks, shard)
     picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
@@ -210,11 +226,12 @@ def compute(
         by_kernels = plan.backend.forward_of_heads is not None
         if by_kernels and objective.alpha and objective.temperature != 1:
             # Two temperatures are two softmaxes of the student.
-            value, _ = DistillByKernels.apply(*tensors, replace(objective, alpha=0.0))
+            value, _, *screened = DistillByKernels.apply(*tensors, replace(objective, alpha=0.0))
             nll = _nll(inputs, options, ranks, shard, picked.rows)
         else:
-            value, nll = (DistillByKernels if by_kernels else Distill).apply(*tensors, objective)
-    return Computed(value, nll, terms, picked, shape)
+            function = DistillByKernels if by_kernels else Distill
+            value, nll, *screened = function.apply(*tensors, objective)
+    return Computed(value, nll, terms, picked, shape, *screened)
 
 
 def _call_of(plan: Plan, picked: PickedTokens, hidden: Tensor) -> Call:
@@ -248,6 +265,21 @@ def _nll(
     return gathered(losses, rows, inputs.targets.shape, options.shift)
 
 
+def _check_quantized(
+    quantized: object, objective: Objective, options: LossOptions, hidden: object
+) -> None:
+    name = "quantized_teacher_weight"
+    if not isinstance(quantized, QuantizedWeight):
+        raise ValueError(f"{name} must be a cce_dist.QuantizedWeight, got {type(quantized)}")
+    if is_traced() or is_fake(hidden):
+        raise ValueError(f"{name} must be None within torch.compile")
+    if objective.divergences.name != "forward_kl" or options.gradient == "exact":
+        raise ValueError(
+            f'{name} has no effect but for divergence="forward_kl" with gradient="filtered", got '
+            f"{objective.divergences.name!r} with {options.gradient!r}; leave it out"
+        )
+
+
 def _backends_of(
     options: LossOptions, objective: Objective, teacher_weight: object
 ) -> tuple[LossOptions, Backend]:
@@ -273,13 +305,15 @@ def output_of(
     computed: Computed,
     options: tuple[Reduction, int, tuple[DistillationStat, ...], float],
 ) -> Tensor | DistillationOutput:
-    value, nll, terms, picked, shape = computed
+    value, nll, terms, picked, shape, screened = computed
     reduction, shift, stats, alpha = options
     each = value if nll is None else (1 - alpha) * value + alpha * nll
     each = terms.per_token(each, each, None, slice(None))
     loss = picked.scatter_to_shape(each, shape, shift) if reduction == "none" else each.sum()
     if not stats:
         return loss
+    if screened is None and "screened" in stats:
+        screened = torch.zeros((), dtype=torch.bool, device=value.device)
     values = {"divergence": value, "nll": nll}
     return DistillationOutput(
         loss,
@@ -288,6 +322,7 @@ def output_of(
             for name, x in values.items()
             if x is not None and name in stats
         },
+        screened=screened if "screened" in stats else None,
     )
 
 
@@ -318,7 +353,6 @@ def checked_targets(
     Raises:
         ValueError: `stats` or `objective` need targets that are not there.
     """
-    require_stats(stats, get_args(DistillationStat))
     if "nll" in stats and objective.alpha == 0:
         raise ValueError('stats "nll" needs alpha > 0, got alpha=0')
     if targets is not None:

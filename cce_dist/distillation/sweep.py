@@ -97,6 +97,8 @@ class FirstPass(NamedTuple):
     sums: Sums
     lse: Tensor  # of the student at temperature 1; -inf unless `has_targets`
     target_logit: Tensor  # 0 where the target is not of this shard
+    # [1] above 0 where columns' logits of the teacher are in full precision; None: all are
+    full: Tensor | None = None
 
 
 def first_pass(pair: Pair) -> FirstPass:

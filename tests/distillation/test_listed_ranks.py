@@ -77,7 +77,7 @@ def test_over_ranks(cuts: tuple[int, ...], split: bool) -> None:
         expected = torch.autograd.grad(total, list(leaves.values()))
         by_rank = [results[number] for results, _ in ranks]
         for values, _ in by_rank:
-            for ours, first, right in zip(values, by_rank[0][0], alone, strict=True):
+            for ours, first, right in zip(values, by_rank[0][0], alone[:3], strict=True):
                 assert torch.equal(ours, first)
                 torch.testing.assert_close(ours, right, rtol=1e-11, atol=1e-11)
         hidden = [grads[0] for _, grads in by_rank]

@@ -97,7 +97,7 @@ def test_masked_ids(divergence: str) -> None:
     for backend in ("torch", "triton"):
         leaves = both.leaves()
         found = both.run(leaves, backend=backend, **options)
-        results.append((*found, *gradients(found.loss, leaves).values()))
+        results.append((*found[:3], *gradients(found.loss, leaves).values()))
     for mine, right in zip(results[1], results[0], strict=True):
         assert not mine.isnan().any()
         assert error(mine, right.double()) < 1e-5

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from cce_dist.backends.protocol import ForwardRequest, TeacherStats
 from cce_dist.backends.triton.filter.marks import MassFactors, marks_of
 from cce_dist.backends.triton.forward.bounds import EXCHANGES, raise_lower
 from cce_dist.backends.triton.forward.hopper import Groups, num_groups
-from cce_dist.backends.triton.forward.operands import ForwardLaunch
+from cce_dist.backends.triton.forward.operands import EightBit, ForwardLaunch
 from cce_dist.backends.triton.forward.shares import mass_factors
 from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.forward.targets import Placed, add_targets, start_products
@@ -32,6 +33,7 @@ from cce_dist.backends.triton.launch.tiles import (
     takes_tma,
     tiles_for,
 )
+from cce_dist.backends.triton.teacher.eight_bits import TeacherInEightBits
 from cce_dist.backends.triton.tokens.order import in_similar_order
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens, Wanted
@@ -75,7 +77,7 @@ def forward_of_heads(
     heads.launch(last, rule.threshold)
     of_call = last, len(launches), order, order_as
     student = _merged(heads.student, *of_call)
-    of_teacher = _merged(heads.teacher, *of_call, (student.of_targets, heads.student.head))
+    of_teacher = _merged(heads.teacher, *of_call, (heads, student))
     marks = marks_of(
         student.mass,
         student.factors,
@@ -91,11 +93,13 @@ def forward_of_heads(
         teacher=(of_teacher.mass, of_teacher.factors),
     )
     marks = replace(marks, teacher_log_dropped=of_teacher.log_dropped)
-    kl = heads.divergence(last, student.lse, of_teacher.lse)[: len(tokens)]
+    assert of_teacher.kl is not None
+    kl = of_teacher.kl[: len(tokens)]
     if order is not None:
         kl = torch.empty_like(kl).scatter_(0, order, kl)
     stats = Stats(student.placed.lse, student.placed.target_logit)
-    return TeacherStats(stats, of_teacher.placed.lse, kl, marks)
+    full = None if heads.eight is None else heads.eight.full
+    return TeacherStats(stats, of_teacher.placed.lse, kl, marks, full)
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,7 @@ class _Merged:
     log_dropped: Tensor  # [N]
     seed: Tensor
     of_targets: Tensor  # of `start_products`
+    kl: Tensor | None  # [N_padded], of a teacher
 
 
 def _merged(
@@ -117,19 +122,26 @@ def _merged(
     num_launches: int,
     order: Tensor | None,
     order_as: torch.dtype | None,
-    student: tuple[Tensor, Head] | None = None,
+    beside: tuple[_States, _Merged] | None = None,
 ) -> _Merged:
-    """Args: student: as of `add_targets`."""
-    products = start_products(state)
+    """Args: beside: of a teacher: both states, and its student's splits, merged."""
+    products, kl, student = start_products(state), None, None
     try:
         finished = state.merge(last)
+        if beside is not None:
+            heads, of_student = beside
+            student = of_student.of_targets, heads.student.head
+            kl = heads.divergence(last, of_student.lse, finished.lse)
+            if heads.eight is not None:
+                heads.eight.correct(*heads.states, of_student.lse, finished, kl)
         factors = mass_factors(state, finished, num_launches, None)
     finally:
         of_targets = products()
     placed = add_targets(state, finished, of_targets, order, order_as, student)
     mass = state.buffers.mass
     assert mass is not None and placed.log_dropped is not None and placed.seed is not None
-    return _Merged(finished.lse, placed, mass, factors, placed.log_dropped, placed.seed, of_targets)
+    of_tokens = placed.log_dropped, placed.seed, of_targets, kl
+    return _Merged(finished.lse, placed, mass, factors, *of_tokens)
 
 
 @dataclass(frozen=True)
@@ -138,6 +150,8 @@ class _States:
 
     student: ForwardState
     teacher: ForwardState
+    shape: Tensor  # [3] of launches in full precision; no blocks if the teacher's go by 8 bits
+    eight: TeacherInEightBits | None
 
     @classmethod
     def of(cls, tokens: Tokens, head: Head, teacher_tokens: Tokens, teacher_head: Head) -> _States:
@@ -157,7 +171,10 @@ class _States:
                 (teacher_tokens, teacher_head, head),
             )
         )
-        return cls(student, teacher)
+        shape = student.shape
+        if teacher.head.quantized is not None:
+            shape = shape.clone()
+        return cls(student, teacher, shape, TeacherInEightBits.of(teacher, shape))
 
     @property
     def states(self) -> tuple[ForwardState, ForwardState]:
@@ -168,26 +185,34 @@ class _States:
         return self.student.tiles
 
     def launch(self, launch: ForwardLaunch, threshold: float) -> None:
-        if self.student.groups == 1 or launch.robust:
-            self._launch_portable(launch, threshold)
-        else:
-            self._launch_hopper(launch, threshold)
+        """Launches the forward in full precision and, if the teacher has an 8-bit copy, that in 8
+        bits: one of the two has blocks to compute."""
+        portable = self.student.groups == 1 or launch.robust
+        way = self._launch_portable if portable else self._launch_hopper
+        way(launch, threshold, self.shape, None)
+        if self.eight is not None:
+            way(launch, threshold, self.eight.shape, self.eight.operands)
 
-    def _launch_hopper(self, launch: ForwardLaunch, threshold: float) -> None:
+    def _launch_hopper(
+        self, launch: ForwardLaunch, threshold: float, shape: Tensor, eight: EightBit | None
+    ) -> None:
         from cce_dist.backends.triton.kernels.teacher.hopper import hopper_teacher_kernel
 
         student, teacher = self.student, self.teacher
         grouping = Groups(student.programs, student.groups, self.tiles, threshold, False)
         operands = []
-        for state in self.states:
-            hidden = state.packed[:, : state.weight.shape[1]]
-            operands += grouping.descriptors(hidden, state.weight)
+        for state, (hidden, weight) in zip(self.states, self._operands(eight), strict=True):
+            # As many bytes of a row are loaded at a time.
+            dims = self.tiles.dims * student.weight.element_size() // weight.element_size()
+            of_state = replace(grouping, tiles=replace(self.tiles, dims=dims))
+            operands += of_state.descriptors(hidden, weight)
             operands.append(state.or_dummy(state.head.bias))
         start(hopper_teacher_kernel, (student.programs,))(
             *operands,
-            *self._memory(),
+            *self._memory(shape, eight),
             launch.number,
             student.buffers.size,
+            student.packed.shape[0],
             *student.weight.shape,
             teacher.weight.shape[1],
             student.head.logit_scale,
@@ -202,20 +227,27 @@ class _States:
             num_warps=4,
         )
 
-    def _memory(self) -> list[Tensor | None]:
+    def _operands(self, eight: EightBit | None) -> list[tuple[Tensor, Tensor]]:
+        """Returns hidden states and weight of both models, as the products read them."""
+        operands = [(x.packed[:, : x.weight.shape[1]], x.weight) for x in self.states]
+        return operands if eight is None else [operands[0], (eight.hidden, eight.weight)]
+
+    def _memory(self, shape: Tensor, eight: EightBit | None) -> list[Tensor | None]:
         """Returns what both forward kernels take between the operands and the launch's number."""
         student, teacher = self.student, self.teacher
         buffers = student.buffers, teacher.buffers
         of_each = [
             [getattr(each, name) for each in buffers] for name in ("lower", "split_states", "mass")
         ]
-        return [student.count, student.shape, *of_each[0], *of_each[1], *of_each[2]]
+        of_eight = [shape, shape] if eight is None else [eight.of_columns, eight.of_tokens]
+        return [*of_eight, student.count, shape, *of_each[0], *of_each[1], *of_each[2]]
 
-    def _launch_portable(self, launch: ForwardLaunch, threshold: float) -> None:
+    def _launch_portable(
+        self, launch: ForwardLaunch, threshold: float, shape: Tensor, eight: EightBit | None
+    ) -> None:
         student, teacher, tiles = self.student, self.teacher, self.tiles
         operands, strides, use_tma = [], [], []
-        for state in self.states:
-            hidden, weight = state.packed[:, : state.weight.shape[1]], state.weight
+        for state, (hidden, weight) in zip(self.states, self._operands(eight), strict=True):
             uses = takes_tma(weight)
             operands += [
                 descriptor_of(hidden, TOKEN_BLOCK, tiles.dims, uses),
@@ -226,7 +258,7 @@ class _States:
             use_tma.append(uses)
         start(teacher_forward_kernel, (student.grid,))(
             *operands,
-            *self._memory(),
+            *self._memory(shape, eight),
             launch.number,
             launch.end_tile,
             student.buffers.size,
@@ -250,6 +282,8 @@ class _States:
             HAS_SOFTCAP=student.head.softcap is not None,
             TEACHER_HAS_BIAS=teacher.head.bias is not None,
             TEACHER_HAS_SOFTCAP=teacher.head.softcap is not None,
+            TEACHER_ACCUMULATOR=tl.float32 if eight is None else eight.accumulator,
+            IS_SCREENED=eight is not None,
             IS_ROBUST=launch.robust,
             num_warps=tiles.warps,
             num_stages=tiles.stages,

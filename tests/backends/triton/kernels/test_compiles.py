@@ -36,11 +36,15 @@ TENSOR = 512
 # A6000, L4 and L40S, A100: what GPUs of a generation have in common is compiled for the first.
 JOBS = (
     *(
-        "100:bf16,everything,exact,e4m3,small,pairs,segments,heads,tiles",
+        "100:bf16,everything,exact,e4m3,small,pairs,segments,heads,heads-e4m3,tiles",
         "120:bf16,exact,fp32-exact",
     ),
-    *("86:bf16,everything,int8,heads-fp32,tiles", "89:e4m3", "80:everything,temperature-exact"),
-    "90:bf16,chunk,temperature,temperature-softcap,heads,heads-fp32,tiles",
+    *(
+        "86:bf16,everything,int8,heads-int8,heads-fp32,tiles",
+        "89:e4m3",
+        "80:everything,temperature-exact",
+    ),
+    "90:bf16,chunk,temperature,temperature-softcap,heads,heads-int8,heads-fp32,tiles",
 )
 # In a process each.
 CAPABILITIES = ((100,), (90, 120), (86, 89, 80))

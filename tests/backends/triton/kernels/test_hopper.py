@@ -49,6 +49,7 @@ KINDS = {
     "bf16 whose logits are kept": (gl.bfloat16, False, True),
     "bf16 of two heads": (gl.bfloat16, True, False),
     "bf16 of two heads with biases": (gl.bfloat16, True, True),
+    "bf16 of two heads, one in i8": (gl.bfloat16, True, True),
 }
 for kind, (dtype, score, softcap) in KINDS.items():
     if kind.split()[0] != sys.argv[1]:
@@ -63,6 +64,10 @@ for kind, (dtype, score, softcap) in KINDS.items():
         "SEGMENT": 4096 if kind == "bf16 with statistics" else 0,
         **{f"HAS_{sums}": "statistics" in kind for sums in STATISTICS},
     }
+    teacher_tile = tile
+    if "in i8" in kind:
+        of_8_bits = gl.NVMMASharedLayout.get_default_for([128, 2 * dims], gl.int8)
+        teacher_tile = f"tensordesc<i8[128, {2 * dims}],{of_8_bits!r}>"
     kernel = hopper_logits_kernel if "kept" in kind else hopper_forward_kernel
     if "heads" in kind:
         kernel = hopper_teacher_kernel
@@ -72,8 +77,10 @@ for kind, (dtype, score, softcap) in KINDS.items():
     for name in kernel.arg_names:
         if name in constants:
             signature[name] = "constexpr"
-        elif name.removeprefix("teacher_") in ("hidden", "weight"):
+        elif name in ("hidden", "weight"):
             signature[name] = tile
+        elif name in ("teacher_hidden", "teacher_weight"):
+            signature[name] = teacher_tile
         elif name.endswith("_ptr"):
             signature[name] = "*" + TYPES[name.removesuffix("_ptr")]
         else:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cce_dist.backends.triton.kernels.forward.forward import add_to, overflowed
+from cce_dist.backends.triton.kernels.forward.forward import add_to, dequantized, overflowed
 from cce_dist.backends.triton.kernels.forward.launches import (
     ALONE,
     FIRST,
@@ -31,6 +31,8 @@ def logits_of(
     hidden,
     weight,
     bias_ptr,
+    column_ptr,
+    token_ptr,
     first_column,
     first_token,
     N,
@@ -44,15 +46,20 @@ def logits_of(
     USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    IS_SCREENED: tl.constexpr,
 ):
     """Computes E . C + bias, [BLOCK_V, BLOCK_N] fp32."""
-    x = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
+    x = tl.zeros((BLOCK_V, BLOCK_N), ACCUMULATOR)
     for k in range(0, tl.cdiv(D, BLOCK_D)):
         c = load_tile(weight, first_column, k * BLOCK_D, V, D, stride_wv, BLOCK_V, BLOCK_D, USE_TMA)
         e = load_tile(hidden, first_token, k * BLOCK_D, N, D, stride_hn, BLOCK_N, BLOCK_D, USE_TMA)
-        x = tl.dot(c, e.T, x, input_precision=PRECISION)
+        x = tl.dot(c, e.T, x, input_precision=PRECISION, out_dtype=ACCUMULATOR)
+    columns = first_column + tl.arange(0, BLOCK_V)
+    if IS_SCREENED:
+        tokens = first_token + tl.arange(0, BLOCK_N)
+        x = dequantized(x, columns, V, column_ptr, token_ptr + tokens, N)
     if HAS_BIAS:
-        columns = first_column + tl.arange(0, BLOCK_V)
         x += tl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[:, None]
     return x
 
@@ -87,9 +94,11 @@ def teacher_forward_kernel(
     hidden,  # [N, D] packed: the tokens that count first; N a multiple of BLOCK_N below
     weight,  # [V, D]
     bias_ptr,  # [V]
-    teacher_hidden,  # [N, D_TEACHER] packed, the same tokens
+    teacher_hidden,  # [N, D_TEACHER] packed, the same tokens; of 8 bits if IS_SCREENED
     teacher_weight,  # [V, D_TEACHER]
     teacher_bias_ptr,  # [V]
+    column_ptr,  # [2, V] fp32: of a teacher of 8 bits, see `forward_kernel`
+    token_ptr,  # [2, N] fp32
     count_ptr,  # [1] int32: tokens that count
     shape_ptr,  # [3] int32: see `forward_kernel`
     lower_ptr,  # [N]
@@ -126,6 +135,8 @@ def teacher_forward_kernel(
     HAS_SOFTCAP: tl.constexpr,
     TEACHER_HAS_BIAS: tl.constexpr,
     TEACHER_HAS_SOFTCAP: tl.constexpr,
+    TEACHER_ACCUMULATOR: tl.constexpr,
+    IS_SCREENED: tl.constexpr,
     IS_ROBUST: tl.constexpr,
 ):
     """Sums a block of tokens over every `splits`-th vocabulary tile, for both models.
@@ -191,13 +202,15 @@ def teacher_forward_kernel(
             first_column = tile * BLOCK_V
             columns = first_column + tl.arange(0, BLOCK_V)
             x = logits_of(
-                hidden, weight, bias_ptr, first_column, block * BLOCK_N, N, V, D, stride_hn,
-                stride_wv, BLOCK_N, BLOCK_V, BLOCK_D, USE_TMA, PRECISION, HAS_BIAS,
+                hidden, weight, bias_ptr, column_ptr, token_ptr, first_column, block * BLOCK_N, N,
+                V, D, stride_hn, stride_wv, BLOCK_N, BLOCK_V, BLOCK_D, USE_TMA, PRECISION, HAS_BIAS,
+                tl.float32, False,
             )  # fmt: skip
             y = logits_of(
-                teacher_hidden, teacher_weight, teacher_bias_ptr, first_column, block * BLOCK_N, N,
-                V, D_TEACHER, stride_teacher_hn, stride_teacher_wv, BLOCK_N, BLOCK_V, BLOCK_D,
-                TEACHER_USE_TMA, PRECISION, TEACHER_HAS_BIAS,
+                teacher_hidden, teacher_weight, teacher_bias_ptr, column_ptr, token_ptr,
+                first_column, block * BLOCK_N, N, V, D_TEACHER, stride_teacher_hn,
+                stride_teacher_wv, BLOCK_N, BLOCK_V, BLOCK_D, TEACHER_USE_TMA, PRECISION,
+                TEACHER_HAS_BIAS, TEACHER_ACCUMULATOR, IS_SCREENED,
             )  # fmt: skip
             slope = 1.0
             if HAS_SOFTCAP:

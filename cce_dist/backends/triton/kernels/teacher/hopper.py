@@ -14,11 +14,23 @@ from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper_state import start_state
 from cce_dist.backends.triton.kernels.forward.hopper_sums import join_tokens, split_tokens
+from cce_dist.backends.triton.kernels.gluon_names import memory_as
 from cce_dist.backends.triton.kernels.hopper_products import (
     GROUPS,
     load_product,
     product_of,
     start_stages,
+)
+from cce_dist.backends.triton.kernels.teacher.hopper_sums import (
+    PARTS,
+    end_both,
+    lane_sums,
+    logits_of_8_bits,
+    masses_of,
+    store_mass,
+    with_dropped,
+    with_lanes,
+    with_ratios,
 )
 
 slot_of = gluon.jit(launches.slot_of.fn)
@@ -26,12 +38,9 @@ turns_before = gluon.jit(launches.turns_before.fn)
 place_of = gluon.jit(launches.place_of.fn)
 first_turn = gluon.jit(launches.first_turn.fn)
 end_turn = gluon.jit(launches.end_turn.fn)
-exp2_of = gluon.jit(numbers.exp2_of.fn)
 
 # Of a difference that fp16 holds, log2.
 LEAST = gl.constexpr(-60000.0)
-# Parts of a tile's columns.
-PARTS = gl.constexpr(4)
 
 
 @gluon.jit
@@ -40,8 +49,8 @@ def load_both(
     weight,
     teacher_hidden,
     teacher_weight,
-    e_tiles,
-    c_tiles,
+    tiles,
+    teacher_tiles,
     full,
     empty,
     block,
@@ -53,7 +62,6 @@ def load_both(
     D_TEACHER,
     BLOCK_N: gl.constexpr,
     ROWS: gl.constexpr,
-    BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Loads the operands of `sum_both`, in its order."""
@@ -61,36 +69,51 @@ def load_both(
     for turn in range(start_turn, stop_turn):
         column = (split + turn * splits) * (GROUPS * ROWS)
         step = load_product(
-            hidden, weight, e_tiles, c_tiles, full, empty, block * BLOCK_N, column, step, D,
-            BLOCK_N, ROWS, BLOCK_D, STAGES,
+            hidden, weight, tiles[0], tiles[1], full, empty, block * BLOCK_N, column, step, D,
+            BLOCK_N, ROWS, tiles[0].shape[2], STAGES,
         )  # fmt: skip
         step = load_product(
-            teacher_hidden, teacher_weight, e_tiles, c_tiles, full, empty, block * BLOCK_N, column,
-            step, D_TEACHER, BLOCK_N, ROWS, BLOCK_D, STAGES,
+            teacher_hidden, teacher_weight, teacher_tiles[0], teacher_tiles[1], full, empty,
+            block * BLOCK_N, column, step, D_TEACHER, BLOCK_N, ROWS, teacher_tiles[0].shape[2],
+            STAGES,
         )  # fmt: skip
 
 
 @gluon.jit
-def store_mass(mass, keeps, mass_ptrs, inside):
-    """Stores a model's masses of columns, negative where they are kept."""
-    mark = gl.where(keeps, -gl.maximum(mass, 1e-30), mass)
-    gl.store(mass_ptrs, mark.to(mass_ptrs.dtype.element_ty), mask=inside)
-
-
-@gluon.jit
-def end_model(state_ptrs, size, total, dropped):
-    """Adds a stretch's sums to a model's state. Returns its new reference, how much higher it is,
-    and the total so far relative to the reference before, [BLOCK_N] each."""
-    layout: gl.constexpr = state_ptrs.type.layout
-    whole = gl.load(state_ptrs + size) + gl.convert_layout(total, layout)
-    dropped = gl.load(state_ptrs + 2 * size) + gl.convert_layout(dropped, layout)
-    gain = gl.maximum(gl.log2(whole), 0.0)
-    shrink = exp2_of(-gain)
-    ref = gl.load(state_ptrs) + gain
-    gl.store(state_ptrs, ref)
-    gl.store(state_ptrs + size, whole * shrink)
-    gl.store(state_ptrs + 2 * size, dropped * shrink)
-    return ref, gain, whole
+def start_both(
+    lower_ptrs,
+    teacher_lower_ptrs,
+    state_ptr,
+    teacher_ptr,
+    at,  # of this launch's slot
+    before,  # of the slot of the launch before
+    state_offset,
+    splits,
+    stride,
+    size,
+    counts,
+    launch,
+    num_turns,
+):
+    """Starts both models' states. Returns their references."""
+    state_ptrs, teacher_ptrs = state_ptr + at + state_offset, teacher_ptr + at + state_offset
+    ref = start_state(
+        lower_ptrs, state_ptrs, state_ptrs, state_ptr + before, state_offset, splits, stride, size,
+        counts, launch, num_turns, True, False, False, False, False,
+    )  # fmt: skip
+    teacher_ref = start_state(
+        teacher_lower_ptrs, teacher_ptrs, teacher_ptrs, teacher_ptr + before, state_offset, splits,
+        stride, size, counts, launch, num_turns, True, True, False, False, False,
+    )  # fmt: skip
+    # The log ratios are relative to both references; `start_state` knows the teacher's alone.
+    so_far = gl.load(teacher_ptrs + 3 * size)
+    if (launch >= launches.FIRST) & (launch < launches.ALONE):
+        goes_on = (launch > launches.FIRST) & counts
+        gain = ref - gl.load(state_ptr + before + state_offset, mask=goes_on, other=0.0)
+        whole = gl.load(teacher_ptrs + size)
+        so_far += gl.where(goes_on & (whole > 0), gain * whole, 0.0)
+    gl.store(teacher_ptrs + 3 * size, so_far)
+    return ref, teacher_ref
 
 
 @gluon.jit
@@ -98,6 +121,8 @@ def sum_both(
     group,
     bias_ptr,
     teacher_bias_ptr,
+    column_ptr,
+    token_ptr,
     lower_ptr,
     teacher_lower_ptr,
     state_ptr,
@@ -105,9 +130,10 @@ def sum_both(
     mass_ptr,
     teacher_mass_ptr,
     waiting,  # [BLOCK_N, ROWS] fp16 in shared memory
-    drops,  # [ROWS] in shared memory: 1 of a column that is not kept, else 0
-    e_tiles,
-    c_tiles,
+    of_columns,  # [4 GROUPS, ROWS] in shared memory: 1 of a column that is not kept, else 0; factor
+    # and shift of the teacher's products of 8 bits; room for a model's masses
+    tiles,  # the operands in shared memory
+    teacher_tiles,  # the same memory
     full,
     empty,
     block,
@@ -120,6 +146,7 @@ def sum_both(
     num_blocks,
     count,
     size,
+    N,
     V,
     D,
     D_TEACHER,
@@ -128,7 +155,6 @@ def sum_both(
     threshold,
     BLOCK_N: gl.constexpr,
     ROWS: gl.constexpr,
-    BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     TEACHER_HAS_BIAS: gl.constexpr,
@@ -137,6 +163,10 @@ def sum_both(
     # Biases may be -inf: logits of ids that a model masks.
     HAS_MASKS: gl.constexpr = HAS_BIAS or TEACHER_HAS_BIAS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    # Its numbers lie in the same threads.
+    IS_SCREENED: gl.constexpr = teacher_tiles[1].dtype.primitive_bitwidth == 8
+    step_dims: gl.constexpr = 256 // teacher_tiles[1].dtype.primitive_bitwidth
+    TEACHER_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, step_dims])
     by_token: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     down: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     # A column a thread: of p a thread has a quarter of the tile's columns, too many for pointers.
@@ -151,29 +181,24 @@ def sum_both(
     before = slot_of(launch + launches.SLOTS - 1) * 4 * size + token
     state_ptrs = state_ptr + at + state_offset
     teacher_ptrs = teacher_ptr + at + state_offset
-    first_ref = start_state(
-        lower_ptr + token, state_ptrs, state_ptrs, state_ptr + before, state_offset,
-        GROUPS * splits, stride, size, token < count, launch, num_turns, True, False, False, False,
-        False,
+    first_ref, first_teacher_ref = start_both(
+        lower_ptr + token, teacher_lower_ptr + token, state_ptr, teacher_ptr, at, before,
+        state_offset, GROUPS * splits, stride, size, token < count, launch, num_turns,
     )  # fmt: skip
-    first_teacher_ref = start_state(
-        teacher_lower_ptr + token, teacher_ptrs, teacher_ptrs, teacher_ptr + before, state_offset,
-        GROUPS * splits, stride, size, token < count, launch, num_turns, True, True, False, False,
-        False,
-    )  # fmt: skip
-    # The log ratios are relative to both references; `start_state` knows the teacher's alone.
-    so_far = gl.load(teacher_ptrs + 3 * size)
-    if (launch >= launches.FIRST) & (launch < launches.ALONE):
-        goes_on = (launch > launches.FIRST) & (token < count)
-        gain = first_ref - gl.load(state_ptr + before + state_offset, mask=goes_on, other=0.0)
-        whole = gl.load(teacher_ptrs + size)
-        so_far += gl.where(goes_on & (whole > 0), gain * whole, 0.0)
-    gl.store(teacher_ptrs + 3 * size, so_far)
     ref = gl.convert_layout(first_ref, down)
     teacher_ref = gl.convert_layout(first_teacher_ref, down)
-    nothing = ref * 0.0
+    nothing = lane_sums(gl.zeros((BLOCK_N, ROWS), gl.float32, LAYOUT), BLOCK_N, ROWS)
+    drops = of_columns.index(4 * group)
+    factors = of_columns.index(4 * group + 1)
+    shifts = of_columns.index(4 * group + 2)
+    masses = of_columns.index(4 * group + 3)
     factor = scale * numbers.LOG2E
     teacher_factor = teacher_scale * numbers.LOG2E
+    token_scale, token_shift = ref, ref
+    if IS_SCREENED:
+        row = block * BLOCK_N + gl.arange(0, BLOCK_N, down)
+        token_scale = gl.load(token_ptr + row)
+        token_shift = gl.load(token_ptr + N + row) * teacher_factor
     step = 0
     turn = start_turn
     while turn < stop_turn:
@@ -185,8 +210,9 @@ def sum_both(
             first_column = ((split + number * splits) * GROUPS + group) * ROWS
             columns = first_column + rows
             x, step = product_of(
-                e_tiles, c_tiles, full, empty, group, step, D, BLOCK_D, STAGES, LAYOUT, True
-            )
+                tiles[0], tiles[1], full, empty, group, step, D, tiles[0].shape[2], STAGES, LAYOUT,
+                True,
+            )  # fmt: skip
             if HAS_BIAS:
                 bias = gl.load(bias_ptr + columns, mask=columns < V, other=0.0)
                 x += bias.to(gl.float32)[None, :]
@@ -195,56 +221,60 @@ def sum_both(
                 x = gl.where((columns < V)[None, :], x, float("-inf"))
             waiting.store((x if HAS_MASKS else gl.maximum(x, LEAST)).to(gl.float16))
             q = gl.exp2(x)
-            total += gl.sum(q, 1)
-            mass = gl.convert_layout(gl.sum(q, 0), by_column)
+            total = with_lanes(total, q, BLOCK_N, ROWS)
+            mass = masses_of(q, masses, BLOCK_N, ROWS, by_column)
+            at = first_column + gl.arange(0, ROWS, by_column)
+            if IS_SCREENED:
+                times = gl.load(column_ptr + at, mask=at < V, other=0.0) * teacher_factor
+                shift = gl.load(column_ptr + V + at, mask=at < V, other=0.0)
+                if TEACHER_HAS_BIAS:
+                    bias = gl.load(teacher_bias_ptr + at, mask=at < V, other=0.0)
+                    shift += bias.to(gl.float32)
+                factors.store(times)
+                shift = gl.where(at < V, shift * teacher_factor, numbers.LOWEST)
+                shifts.store(shift)
             y, step = product_of(
-                e_tiles, c_tiles, full, empty, group, step, D_TEACHER, BLOCK_D, STAGES, LAYOUT, True
-            )
-            if TEACHER_HAS_BIAS:
-                bias = gl.load(teacher_bias_ptr + columns, mask=columns < V, other=0.0)
-                y += bias.to(gl.float32)[None, :]
-            y = y * teacher_factor - teacher_ref[:, None]
-            if first_column + ROWS > V:
-                y = gl.where((columns < V)[None, :], y, numbers.LOWEST)
+                teacher_tiles[0], teacher_tiles[1], full, empty, group, step, D_TEACHER,
+                teacher_tiles[0].shape[2], STAGES, TEACHER_LAYOUT, True,
+            )  # fmt: skip
+            if not IS_SCREENED:
+                if TEACHER_HAS_BIAS:
+                    bias = gl.load(teacher_bias_ptr + columns, mask=columns < V, other=0.0)
+                    y += bias.to(gl.float32)[None, :]
+                y = y * teacher_factor - teacher_ref[:, None]
+                if first_column + ROWS > V:
+                    y = gl.where((columns < V)[None, :], y, numbers.LOWEST)
             # A thread has registers for some columns of both models at a time.
             parts = split_tokens(y, BLOCK_N, ROWS, PARTS)
             exponentials = ()
             for i in gl.static_range(PARTS):
                 y_part = gl.convert_layout(parts[i], PART, assert_trivial=True)
-                x_part = waiting.slice(i * COLUMNS, COLUMNS, 1).load(PART).to(gl.float32)
-                p_part = gl.exp2(y_part)
-                ratios = p_part * (y_part - x_part)
-                if HAS_MASKS:
-                    # 0 times -inf would be NaN.
-                    ratios = gl.where(p_part > 0, ratios, 0.0)
-                of_ratios += gl.convert_layout(gl.sum(ratios, 1), down, assert_trivial=True)
+                if IS_SCREENED:
+                    y_part = logits_of_8_bits(
+                        y_part, factors.slice(i * COLUMNS, COLUMNS),
+                        shifts.slice(i * COLUMNS, COLUMNS), token_scale, token_shift - teacher_ref,
+                        PART,
+                    )  # fmt: skip
+                p_part, ratios = with_ratios(
+                    y_part, waiting.slice(i * COLUMNS, COLUMNS, 1), HAS_MASKS
+                )
+                of_ratios = with_lanes(of_ratios, ratios, BLOCK_N, COLUMNS)
                 exponentials = exponentials + (p_part,)  # noqa: RUF005
             p = join_tokens(exponentials, 0, BLOCK_N, ROWS, PARTS)
             p = gl.convert_layout(p, LAYOUT, assert_trivial=True)
-            teacher_total += gl.sum(p, 1)
-            teacher_mass = gl.convert_layout(gl.sum(p, 0), by_column)
+            teacher_total = with_lanes(teacher_total, p, BLOCK_N, ROWS)
+            teacher_mass = masses_of(p, masses, BLOCK_N, ROWS, by_column)
             keeps = mass + teacher_mass >= threshold
-            at = first_column + gl.arange(0, ROWS, by_column)
             store_mass(mass, keeps, mass_ptr + at, at < V)
             store_mass(teacher_mass, keeps, teacher_mass_ptr + at, at < V)
             drops.store(gl.where(keeps, 0.0, 1.0))
-            for i in gl.static_range(PARTS):
-                drops_part = drops.slice(i * COLUMNS, COLUMNS).load(gl.SliceLayout(0, PART))
-                x_part = waiting.slice(i * COLUMNS, COLUMNS, 1).load(PART).to(gl.float32)
-                q_part = gl.exp2(x_part) * drops_part[None, :]
-                p_part = exponentials[i] * drops_part[None, :]
-                dropped += gl.convert_layout(gl.sum(q_part, 1), down, assert_trivial=True)
-                teacher_dropped += gl.convert_layout(gl.sum(p_part, 1), down, assert_trivial=True)
-        next_ref, gain, _ = end_model(state_ptrs, size, total, dropped)
-        next_teacher_ref, teacher_gain, whole = end_model(
-            teacher_ptrs, size, teacher_total, teacher_dropped
-        )
-        so_far = gl.load(teacher_ptrs + 3 * size) + gl.convert_layout(of_ratios, by_token)
-        so_far -= gl.where(whole > 0, (teacher_gain - gain) * whole, 0.0)
-        # See `launches.raise_reference`.
-        shrink = exp2_of(-teacher_gain)
-        so_far = gl.where(shrink > 0, so_far * shrink, 0.0)
-        gl.store(teacher_ptrs + 3 * size, so_far)
+            dropped, teacher_dropped = with_dropped(
+                dropped, teacher_dropped, exponentials, waiting, drops, BLOCK_N, COLUMNS
+            )
+        next_ref, next_teacher_ref = end_both(
+            state_ptrs, teacher_ptrs, size, (total, dropped), (teacher_total, teacher_dropped),
+            of_ratios,
+        )  # fmt: skip
         ref = gl.convert_layout(next_ref, down)
         teacher_ref = gl.convert_layout(next_teacher_ref, down)
 
@@ -254,9 +284,11 @@ def hopper_teacher_kernel(
     hidden,  # [N, D] packed, a descriptor of BLOCK_N x BLOCK_D
     weight,  # [V, D], of ROWS x BLOCK_D
     bias_ptr,  # [V]
-    teacher_hidden,  # [N, D_TEACHER]
+    teacher_hidden,  # [N, D_TEACHER], of 16 bits as the student's or of 8, both operands alike
     teacher_weight,  # [V, D_TEACHER]
     teacher_bias_ptr,  # [V]
+    column_ptr,  # [2, V] fp32: of a teacher of 8 bits, see `forward_kernel`
+    token_ptr,  # [2, N] fp32
     count_ptr,  # [1] int32
     shape_ptr,  # [3] int32: blocks, GROUPS x splits, blocks at a time
     lower_ptr,  # [N]
@@ -267,6 +299,7 @@ def hopper_teacher_kernel(
     teacher_mass_ptr,  # [num_blocks, V]: out
     launch,
     size,
+    N,
     V,
     D,
     D_TEACHER,
@@ -275,7 +308,7 @@ def hopper_teacher_kernel(
     keep,
     BLOCK_N: gl.constexpr,
     ROWS: gl.constexpr,  # columns of a tile in a group
-    BLOCK_D: gl.constexpr,
+    BLOCK_D: gl.constexpr,  # of the student
     STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     TEACHER_HAS_BIAS: gl.constexpr,
@@ -302,38 +335,49 @@ def hopper_teacher_kernel(
     by_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, ROWS], gl.float16)
     waiting = gl.allocate_shared_memory(gl.float16, [GROUPS, BLOCK_N, ROWS], by_tile)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    drops = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], plain)
+    of_columns = gl.allocate_shared_memory(gl.float32, [4 * GROUPS, ROWS], plain)
+    # As many bytes of either model.
+    DIMS: gl.constexpr = (
+        BLOCK_D * weight.dtype.primitive_bitwidth // teacher_weight.dtype.primitive_bitwidth
+    )
+    e_shape: gl.constexpr = [STAGES, BLOCK_N, DIMS]
+    c_shape: gl.constexpr = [STAGES * GROUPS, ROWS, DIMS]
+    teacher_tiles = (
+        memory_as(e_tiles, teacher_hidden.dtype, e_shape, teacher_hidden.layout),
+        memory_as(c_tiles, teacher_weight.dtype, c_shape, teacher_weight.layout),
+    )
+    tiles = e_tiles, c_tiles
     full, empty = start_stages(STAGES)
     gl.warp_specialize(
         [
             (
                 sum_both,
                 (
-                    0, bias_ptr, teacher_bias_ptr, lower_ptr, teacher_lower_ptr, state_ptr,
-                    teacher_ptr, mass_ptr, teacher_mass_ptr, waiting.index(0), drops.index(0),
-                    e_tiles, c_tiles, full, empty, block, split, splits, num_turns, start_turn,
-                    stop_turn, launch, num_blocks, count, size, V, D, D_TEACHER, scale,
-                    teacher_scale, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS,
-                    TEACHER_HAS_BIAS,
+                    0, bias_ptr, teacher_bias_ptr, column_ptr, token_ptr, lower_ptr,
+                    teacher_lower_ptr, state_ptr, teacher_ptr, mass_ptr, teacher_mass_ptr,
+                    waiting.index(0), of_columns, tiles, teacher_tiles, full, empty,
+                    block, split, splits, num_turns, start_turn, stop_turn, launch, num_blocks,
+                    count, size, N, V, D, D_TEACHER, scale, teacher_scale, threshold, BLOCK_N,
+                    ROWS, STAGES, HAS_BIAS, TEACHER_HAS_BIAS,
                 ),
             ),
             (
                 sum_both,
                 (
-                    1, bias_ptr, teacher_bias_ptr, lower_ptr, teacher_lower_ptr, state_ptr,
-                    teacher_ptr, mass_ptr, teacher_mass_ptr, waiting.index(1), drops.index(1),
-                    e_tiles, c_tiles, full, empty, block, split, splits, num_turns, start_turn,
-                    stop_turn, launch, num_blocks, count, size, V, D, D_TEACHER, scale,
-                    teacher_scale, threshold, BLOCK_N, ROWS, BLOCK_D, STAGES, HAS_BIAS,
-                    TEACHER_HAS_BIAS,
+                    1, bias_ptr, teacher_bias_ptr, column_ptr, token_ptr, lower_ptr,
+                    teacher_lower_ptr, state_ptr, teacher_ptr, mass_ptr, teacher_mass_ptr,
+                    waiting.index(1), of_columns, tiles, teacher_tiles, full, empty,
+                    block, split, splits, num_turns, start_turn, stop_turn, launch, num_blocks,
+                    count, size, N, V, D, D_TEACHER, scale, teacher_scale, threshold, BLOCK_N,
+                    ROWS, STAGES, HAS_BIAS, TEACHER_HAS_BIAS,
                 ),
             ),
             (
                 load_both,
                 (
-                    hidden, weight, teacher_hidden, teacher_weight, e_tiles, c_tiles, full, empty,
-                    block, split, splits, start_turn, stop_turn, D, D_TEACHER, BLOCK_N, ROWS,
-                    BLOCK_D, STAGES,
+                    hidden, weight, teacher_hidden, teacher_weight, tiles, teacher_tiles, full,
+                    empty, block, split, splits, start_turn, stop_turn, D, D_TEACHER, BLOCK_N, ROWS,
+                    STAGES,
                 ),
             ),
         ],

@@ -1,0 +1,125 @@
+"""Sums over the columns and the tokens of a tile whose threads have tokens; a model's state."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from cce_dist.backends.triton.kernels import numbers
+from cce_dist.backends.triton.kernels.forward.hopper_sums import split_tokens
+
+exp2_of = gluon.jit(numbers.exp2_of.fn)
+
+# Parts of a tile's columns.
+PARTS = gl.constexpr(4)
+
+
+@gluon.jit
+def lane_sums(x, TOKENS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Adds the columns that a thread of four warps holds: [TOKENS, COLUMNS] -> [TOKENS, 4]."""
+    split = gl.reshape(x, (TOKENS, COLUMNS // 8, 4, 2))
+    return gl.sum(gl.sum(split, 3), 1)
+
+
+@gluon.jit
+def with_lanes(sums, x, TOKENS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Adds `lane_sums` of x to sums."""
+    new = lane_sums(x, TOKENS, COLUMNS)
+    # The two layouts differ in name alone.
+    return sums + gl.convert_layout(new, sums.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def masses_of(p, masses, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Sums [TOKENS, COLUMNS] -> [COLUMNS] by `masses`, of that shape in shared memory. A column's
+    tokens lie in 32 threads: to exchange their sums between lanes takes longer than to move them to
+    four threads by shared memory, a part at a time so that they fit."""
+    few: gl.constexpr = COLUMNS // PARTS
+    rows: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [1, 0])
+    split = gl.reshape(p, (TOKENS // 64, 4, 2, 8, COLUMNS))
+    parts = split_tokens(gl.reshape(gl.sum(gl.sum(split, 2), 0), (32, COLUMNS)), 32, COLUMNS, PARTS)
+    for i in gl.static_range(PARTS):
+        masses.slice(i * few, few).store(gl.sum(gl.convert_layout(parts[i], rows), 0))
+    return masses.load(LAYOUT)
+
+
+@gluon.jit
+def store_mass(mass, keeps, mass_ptrs, inside):
+    """Stores a model's masses of columns, negative where they are kept."""
+    mark = gl.where(keeps, -gl.maximum(mass, 1e-30), mass)
+    gl.store(mass_ptrs, mark.to(mass_ptrs.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def end_model(state_ptrs, size, total, dropped):
+    """Adds a stretch's `lane_sums` to a model's state. Returns its new reference, how much higher
+    it is, and the total so far relative to the reference before, [BLOCK_N] each."""
+    layout: gl.constexpr = state_ptrs.type.layout
+    whole = gl.load(state_ptrs + size) + gl.convert_layout(gl.sum(total, 1), layout)
+    dropped = gl.load(state_ptrs + 2 * size) + gl.convert_layout(gl.sum(dropped, 1), layout)
+    gain = gl.maximum(gl.log2(whole), 0.0)
+    shrink = exp2_of(-gain)
+    ref = gl.load(state_ptrs) + gain
+    gl.store(state_ptrs, ref)
+    gl.store(state_ptrs + size, whole * shrink)
+    gl.store(state_ptrs + 2 * size, dropped * shrink)
+    return ref, gain, whole
+
+
+@gluon.jit
+def logits_of_8_bits(products, factors, shifts, token_scale, token_shift, LAYOUT: gl.constexpr):
+    """Returns logits of a part of a tile, relative to a reference, log2."""
+    down: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    across: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    token_scale = gl.convert_layout(token_scale, down, assert_trivial=True)
+    token_shift = gl.convert_layout(token_shift, down, assert_trivial=True)
+    y = products.to(gl.float32) * factors.load(across)[None, :] * token_scale[:, None]
+    return y + shifts.load(across)[None, :] + token_shift[:, None]
+
+
+@gluon.jit
+def end_both(state_ptrs, teacher_ptrs, size, sums, teacher_sums, of_ratios):
+    """Adds a stretch's sums to both models' states. Returns their new references."""
+    ref, gain, _ = end_model(state_ptrs, size, sums[0], sums[1])
+    teacher_ref, teacher_gain, whole = end_model(
+        teacher_ptrs, size, teacher_sums[0], teacher_sums[1]
+    )
+    so_far = gl.load(teacher_ptrs + 3 * size)
+    so_far += gl.convert_layout(gl.sum(of_ratios, 1), state_ptrs.type.layout)
+    so_far -= gl.where(whole > 0, (teacher_gain - gain) * whole, 0.0)
+    # See `launches.raise_reference`.
+    shrink = exp2_of(-teacher_gain)
+    so_far = gl.where(shrink > 0, so_far * shrink, 0.0)
+    gl.store(teacher_ptrs + 3 * size, so_far)
+    return ref, teacher_ref
+
+
+@gluon.jit
+def with_ratios(y, waiting, HAS_MASKS: gl.constexpr):
+    """Returns exp2(y), and its product with the log ratio. Args: waiting: the student's logits."""
+    p = gl.exp2(y)
+    ratios = p * (y - waiting.load(y.type.layout).to(gl.float32))
+    if HAS_MASKS:
+        # 0 times -inf would be NaN.
+        ratios = gl.where(p > 0, ratios, 0.0)
+    return p, ratios
+
+
+@gluon.jit
+def with_dropped(
+    dropped,
+    teacher_dropped,
+    exponentials,  # the teacher's, a part each
+    waiting,  # the student's logits
+    drops,  # 1 of a column that is not kept, else 0
+    TOKENS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):
+    """Adds the dropped columns of a tile to both models' sums."""
+    layout: gl.constexpr = exponentials[0].type.layout
+    across: gl.constexpr = gl.SliceLayout(0, layout)
+    for i in gl.static_range(PARTS):
+        are_dropped = drops.slice(i * COLUMNS, COLUMNS).load(across)[None, :]
+        x = waiting.slice(i * COLUMNS, COLUMNS, 1).load(layout).to(gl.float32)
+        dropped = with_lanes(dropped, gl.exp2(x) * are_dropped, TOKENS, COLUMNS)
+        p = exponentials[i] * are_dropped
+        teacher_dropped = with_lanes(teacher_dropped, p, TOKENS, COLUMNS)
+    return dropped, teacher_dropped

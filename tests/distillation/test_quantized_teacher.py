@@ -1,0 +1,297 @@
+"""Forward KL with the teacher's weight in 8 bits: errors, refusals, ranks, and what is no copy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cce_dist import Filter, Screen, VocabShard, linear_distillation, quantize_weight
+from cce_dist.testing import TORCH_CPU, TRITON_PLACES, Place, nccl_pool, shared_pool
+from tests.backends.triton.triton_cases import give_programs
+from tests.distillation.test_by_kernels import EVERY, PLAIN, gradients, wide_leaves, zipf
+from tests.distillation.test_distillation import Both, error
+
+MARKS = {"cpu": [], "cuda": [pytest.mark.gpu]}
+PLACES = [pytest.param(place, id=str(place), marks=MARKS[place.device]) for place in TRITON_PLACES]
+KL_ALONE: dict[str, Any] = {**PLAIN, "alpha": 0.0}
+CALLS: dict[str, dict[str, Any]] = {
+    # Hopper's kernel, if there is one.
+    "plain": KL_ALONE,
+    "cross-entropy": PLAIN,
+    "temperature": {**KL_ALONE, "temperature": 2.0},
+    "softcaps": {**KL_ALONE, "softcap": 20.0, "teacher_softcap": 25.0},
+}
+
+
+def in_16_bits(place: Place, tokens: int = 512, classes: int = 6000) -> Both:
+    dtype = torch.float16 if place.interprets else torch.bfloat16
+    return zipf(dtype, place.device, tokens, classes)
+
+
+def copy_of(both: Both, **options: Any) -> Any:
+    given = {"hidden": both.teacher_hidden, **options}
+    return quantize_weight(both.teacher_weight, **given)
+
+
+def dense_in_bf16(both: Both, call: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns each token's KL, and the gradients of the loss, by logits and their gradients in
+    bf16."""
+
+    def logits(hidden: Tensor, weight: Tensor, bias: Tensor, softcap: float | None) -> Tensor:
+        z = torch.nn.functional.linear(hidden.float(), weight.float(), bias.float())
+        z = z.to(torch.bfloat16).float()
+        return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+    leaves, T = both.leaves(), call["temperature"]
+    z = logits(*leaves.values(), call["softcap"])
+    of_teacher = both.teacher_hidden, both.teacher_weight, both.teacher_bias
+    y = logits(*of_teacher, call.get("teacher_softcap"))
+    log_q, log_p = (z / T).log_softmax(-1), (y / T).log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    nll = -z.log_softmax(-1).gather(-1, both.targets[:, None])[:, 0]
+    alpha = call["alpha"]
+    loss = ((1 - alpha) * kl + alpha * nll).mean()
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return kl.detach(), dict(zip(leaves, grads, strict=True))
+
+
+def rms(x: Tensor) -> float:
+    return float(x.detach().double().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("call", list(CALLS))
+@pytest.mark.parametrize("place", PLACES)
+def test_errors_are_at_most_those_of_dense_bf16(place: Place, call: str) -> None:
+    both, options = in_16_bits(place), CALLS[call]
+    leaves, wide = both.leaves(), wide_leaves(both)
+    given = {"quantized_teacher_weight": copy_of(both), "stats": ("divergence", "screened")}
+    out = both.run(leaves, **{**options, **given, **place.options})
+    assert out.screened.shape == () and out.screened.dtype == torch.bool and out.screened
+    out.loss.backward()
+    right = both.dense(wide, "forward_kl", options)
+    right.loss.mean().backward()
+    kl, grads = dense_in_bf16(both, options)
+    ours, theirs = (rms(x - right.divergence) for x in (out.divergence, kl))
+    # Of flat softmaxes 8-bit logits err more than those in bf16, which are small numbers.
+    assert ours <= theirs + 1e-4, f"KL: {ours:.2e}, dense {theirs:.2e}"
+    for name, leaf in leaves.items():
+        expected = wide[name].grad
+        assert expected is not None and leaf.grad is not None
+        ours, theirs = error(leaf.grad, expected), error(grads[name], expected)
+        assert ours <= theirs, f"{name}: {ours:.2e}, dense {theirs:.2e}"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_columns_of_much_mass_are_exact(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without their exact logits 8 bits cost several times as much."""
+    from cce_dist.backends.triton.teacher import eight_bits
+
+    both = in_16_bits(place)
+    given = {"quantized_teacher_weight": copy_of(both), "stats": ("divergence",)}
+    right = both.dense(wide_leaves(both), "forward_kl", KL_ALONE).divergence
+
+    def off() -> float:
+        out = both.run(both.leaves(), **{**KL_ALONE, **given, **place.options})
+        return rms(out.divergence - right)
+
+    corrected = off()
+    monkeypatch.setattr(eight_bits, "LARGE", 1e9)
+    assert corrected < off() / 4
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+def test_launches_and_overflow(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
+    """Several splits; a token of each model whose sums overflow; ids that a model masks."""
+    give_programs(monkeypatch, programs)
+    both = zipf(torch.float16, "cpu", 300, 3000)
+    both.hidden[1] *= 300
+    both.teacher_bias[7] = -torch.inf
+    given = {"quantized_teacher_weight": copy_of(both), "reduction": "none", "filter": EVERY}
+    call = {**KL_ALONE, "backend": "triton"}
+    found = both.run(both.leaves(), **{**call, **given})
+    right = both.run(both.leaves(), **{**call, "reduction": "none", "filter": EVERY})
+    torch.testing.assert_close(found, right, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("count", [0, 1, 128, 129])
+def test_tokens_that_count(count: int) -> None:
+    both = zipf(torch.float16, "cpu", 300, 5000)
+    targets = torch.full_like(both.targets, -100)
+    targets[5 : 5 + count] = 3
+    both = replace(both, targets=targets)
+    copy = copy_of(both)
+    # What is ignored may hold anything.
+    both.teacher_hidden[4], both.hidden[4] = torch.nan, torch.nan
+    call = {**KL_ALONE, "backend": "triton", "reduction": "none"}
+    leaves = both.leaves()
+    out = both.run(leaves, **{**call, "stats": ("screened",)}, quantized_teacher_weight=copy)
+    right = both.run(both.leaves(), **call)
+    torch.testing.assert_close(out.loss, right, rtol=1e-2, atol=5e-3)
+    assert out.screened
+    assert all(not grad.isnan().any() for grad in gradients(out.loss, leaves).values())
+
+
+def with_outliers(both: Both) -> Both:
+    """Three channels of the teacher's hidden states stick out, in each token otherwise."""
+    hidden = both.teacher_hidden.clone()
+    signs = torch.arange(len(hidden), device=hidden.device) % 5 - 2
+    hidden[:, :3] *= 100 * signs[:, None]
+    weight = both.teacher_weight.clone()
+    weight[:, :3] /= 100
+    return replace(both, teacher_hidden=hidden, teacher_weight=weight)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_8_bits_that_would_err_are_refused(place: Place) -> None:
+    """Without hidden states a copy has no scales of channels. Refused, all is as without a copy."""
+    both = with_outliers(in_16_bits(place))
+    rough, copy = quantize_weight(both.teacher_weight), copy_of(both)
+    call = {**PLAIN, **place.options, "stats": ("divergence", "screened")}
+    outs, grads = [], []
+    for given in (rough, None, copy):
+        leaves = both.leaves()
+        outs.append(both.run(leaves, **call, quantized_teacher_weight=given))
+        grads.append(torch.autograd.grad(outs[-1].loss, list(leaves.values())))
+    assert [bool(out.screened) for out in outs] == [False, False, True]
+    assert all(torch.equal(x, y) for x, y in zip(outs[0][:2], outs[1][:2], strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(*grads[:2], strict=True))
+
+
+def test_without_kernels_logits_are_full() -> None:
+    both = zipf(torch.bfloat16, "cpu", 100, 5000)
+    call = {**PLAIN, **TORCH_CPU.options, "stats": ("divergence", "screened")}
+    found = both.run(both.leaves(), **call, quantized_teacher_weight=copy_of(both))
+    right = both.run(both.leaves(), **call)
+    assert not found.screened and torch.equal(found.divergence, right.divergence)
+
+
+def test_the_same_bytes_in_every_run() -> None:
+    both = zipf(torch.float16, "cpu", 200, 5000)
+    runs, copy = [], copy_of(both)
+    for _ in range(2):
+        leaves = both.leaves()
+        loss = both.run(leaves, **PLAIN, backend="triton", quantized_teacher_weight=copy)
+        loss.backward()
+        runs.append([loss, *(leaf.grad for leaf in leaves.values())])
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+
+
+# -- ranks --------------------------------------------------------------------------------------
+
+
+def on_a_rank(group: Any, both: Both, cuts: tuple[int, ...], rough: int | None) -> Any:
+    """Args: rough: the rank whose copy is refused."""
+    rank = dist.get_rank(group)
+    if dist.get_backend(group) == "nccl":
+        both = Both(*(x.cuda() for x in vars(both).values()))
+    start, stop = cuts[rank], cuts[rank + 1]
+    leaves = both.leaves()
+    for name in ("weight", "bias"):
+        leaves[name] = leaves[name].detach()[start:stop].clone().requires_grad_()
+    weight, copy = both.teacher_weight[start:stop], None
+    if stop > start:
+        copy = quantize_weight(weight, None if rank == rough else both.teacher_hidden)
+    part = replace(both, teacher_weight=weight, teacher_bias=both.teacher_bias[start:stop])
+    out = part.run(
+        leaves,
+        **{**PLAIN, "reduction": "none", "stats": ("divergence", "screened")},
+        group=group,
+        vocab_shard=VocabShard(start, stop, len(both.weight)),
+        backend="triton",
+        quantized_teacher_weight=copy,
+    )
+    grads = {name: x.cpu() for name, x in gradients(out.loss, leaves).items()}
+    return out.divergence.detach().cpu(), bool(out.screened), grads
+
+
+def check_ranks(both: Both, ranks: Any, screened: bool, limits: tuple[float, float]) -> None:
+    wide = wide_leaves(both)
+    right = both.dense(wide, "forward_kl", PLAIN)
+    expected = gradients(right.loss, wide)
+    for kl, is_screened, grads in ranks:
+        assert torch.equal(kl, ranks[0][0]) and is_screened == screened
+        assert rms(kl - right.divergence) < limits[0]
+        assert error(grads["hidden"], expected["hidden"]) < limits[1]
+    joined = torch.cat([grads["weight"] for _, _, grads in ranks])
+    assert error(joined, expected["weight"]) < limits[1]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "rough"),
+    [((0, 3000, 6000), None), ((0, 3000, 6000), 1), ((0, 2500, 2500, 6000), None)],
+    ids=["both", "one_refuses", "an_empty_shard"],
+)
+def test_over_ranks(cuts: tuple[int, ...], rough: int | None) -> None:
+    both = zipf(torch.float16, "cpu", 300)
+    if rough is not None:
+        both = with_outliers(both)
+    ranks = shared_pool().run(len(cuts) - 1, on_a_rank, both, cuts, rough)
+    check_ranks(both, ranks, rough is None, (5e-3, 1e-2))
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+def test_over_two_gpus() -> None:
+    both = zipf(torch.bfloat16, "cpu", 1024, 8192)
+    ranks = nccl_pool().run(2, on_a_rank, both, (0, 3000, 8192), None)
+    check_ranks(both, ranks, True, (5e-3, 2e-2))
+
+
+# -- what is no copy ----------------------------------------------------------------------------
+
+
+def refused(both: Both, copy: object, **changes: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        both.run(both.leaves(), **{**KL_ALONE, **changes}, quantized_teacher_weight=copy)
+    return str(caught.value)
+
+
+def test_what_is_no_copy_is_named() -> None:
+    both = zipf(torch.bfloat16, "cpu", 40, 5000)
+    copy, name = copy_of(both), "quantized_teacher_weight"
+    assert refused(both, copy.rows).startswith(f"{name} must be a cce_dist.QuantizedWeight, got")
+    for changes in ({"divergence": "jsd"}, {"gradient": "exact"}):
+        found = refused(both, copy, **changes)
+        assert found.startswith(f'{name} has no effect but for divergence="forward_kl"')
+        assert f"got {changes.get('divergence', 'forward_kl')!r} with" in found
+    other = quantize_weight(both.teacher_weight[:4000])
+    assert "must have the 5000 rows of teacher_weight" in refused(both, other)
+    clone = replace(both, teacher_weight=both.teacher_weight.clone())
+    assert "is of another tensor than teacher_weight" in refused(clone, copy)
+    both.teacher_weight.mul_(2)
+    found = refused(both, copy)
+    assert f"{name} is of earlier values of teacher_weight" in found
+    assert f"{name}.refresh(teacher_weight)" in found
+
+
+def test_refused_within_torch_compile() -> None:
+    both = zipf(torch.bfloat16, "cpu", 40, 5000)
+    copy = copy_of(both)
+
+    def loss(hidden: Tensor) -> Any:
+        of_teacher = both.teacher_hidden, both.teacher_weight
+        return linear_distillation(hidden, both.weight, *of_teacher, quantized_teacher_weight=copy)
+
+    with pytest.raises(Exception, match="quantized_teacher_weight must be None within"):
+        torch.compile(loss, backend="eager", fullgraph=True)(both.hidden)
+
+
+def test_padding_of_the_teacher() -> None:
+    """The copy has the rows without padding."""
+    both = zipf(torch.float16, "cpu", 100, 5000)
+    rows = both.teacher_weight
+    padded = torch.cat([rows, rows.new_full((100, rows.shape[1]), 7.0)])
+    copy = quantize_weight(
+        padded, both.teacher_hidden, vocab_shard=VocabShard(0, 5100, 5000), screen=Screen()
+    )
+    call = {**KL_ALONE, "backend": "triton", "filter": Filter()}
+    bias = torch.cat([both.teacher_bias, both.teacher_bias[:100]])
+    of_padded = replace(both, teacher_weight=padded, teacher_bias=bias)
+    found = of_padded.run(both.leaves(), **call, quantized_teacher_weight=copy)
+    right = both.run(both.leaves(), **call, quantized_teacher_weight=copy_of(both))
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
