@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
@@ -42,7 +42,7 @@ def distill_command(
     method: Annotated[
         arg.Names,
         typer.Option(
-            help="filtered, exact, dense, trl, torch-compile, torch-compile-chunked, "
+            help="filtered, teacher-8bit, exact, dense, trl, torch-compile, torch-compile-chunked, "
             "liger-chunked, liger, liger-fp32, fla-16bit, fla; may be repeated. [all that can run]"
         ),
     ] = None,
@@ -135,7 +135,8 @@ def distill_ranks_command(
     device: arg.Device = "cuda",
     repeats: arg.Repeats = 10,
     method: Annotated[
-        arg.Names, typer.Option(help="filtered, exact; may be repeated. [filtered]")
+        arg.Names,
+        typer.Option(help="filtered, teacher-8bit, exact; may be repeated. [filtered]"),
     ] = None,
     timeout_seconds: arg.CollectiveTimeout = 120.0,
     csv_path: arg.CsvPath = None,
@@ -150,15 +151,14 @@ def distill_ranks_command(
     """
     from benchmarks.distillation.distill import golden_of
     from benchmarks.distillation.inputs import make_models
-    from benchmarks.distillation.ranks import method_of
+    from benchmarks.distillation.ranks import GRADIENTS, method_of
     from cce_dist.bench.ranks import bench_ranks, joined, make_places
     from cce_dist.bench.report import Report
-    from cce_dist.distillation.loss import GradientOfBoth
 
     with arg.refusals():
         names = method or ["filtered"]
-        if unknown := sorted(set(names) - set(get_args(GradientOfBoth))):
-            raise ValueError(f"method must be filtered or exact, got {unknown}")
+        if unknown := sorted(set(names) - set(GRADIENTS)):
+            raise ValueError(f"method must be among {', '.join(GRADIENTS)}, got {unknown}")
         shapes, wanted = arg.shapes_of(shape, tokens, vocab, dim), arg.dtype_of(dtype)
         context = joined(device, timeout_seconds)
     with arg.refusals(), context as job:

@@ -5,17 +5,26 @@ from __future__ import annotations
 from torch import Tensor
 
 from benchmarks.distillation.inputs import Teacher
+from cce_dist import quantize_weight
 from cce_dist.bench.golden import LossFunction
 from cce_dist.bench.methods import Method
 from cce_dist.bench.rank_methods import Setup
 from cce_dist.distillation import linear_distillation
 from cce_dist.distillation.loss import GradientOfBoth
 
+GRADIENTS: dict[str, GradientOfBoth] = {
+    "filtered": "filtered",
+    "teacher-8bit": "filtered",
+    "exact": "exact",
+}
 
-def method_of(gradient: GradientOfBoth, teacher: Teacher) -> Method:
+
+def method_of(name: str, teacher: Teacher) -> Method:
     """Returns `linear_distillation` from a teacher whose rows lie as the student's do.
 
-    Args: teacher: all tokens and the whole vocabulary, the same on every rank.
+    Args:
+        name: of `GRADIENTS`.
+        teacher: all tokens and the whole vocabulary, the same on every rank.
     """
 
     def build(setup: Setup) -> LossFunction:
@@ -23,6 +32,7 @@ def method_of(gradient: GradientOfBoth, teacher: Teacher) -> Method:
         assert place is not None
         # A copy: the rank's own rows, and not a part of the whole.
         weight, hidden = teacher.weight[place.rows].clone(), teacher.hidden
+        copy = quantize_weight(weight, hidden) if name == "teacher-8bit" else None
         if place.sequence_parallel:
             hidden = hidden.chunk(place.size)[place.rank]
 
@@ -34,7 +44,8 @@ def method_of(gradient: GradientOfBoth, teacher: Teacher) -> Method:
                 weight,
                 targets,
                 temperature=teacher.temperature,
-                gradient=gradient,
+                gradient=GRADIENTS[name],
+                quantized_teacher_weight=copy,
                 backend=setup.backend,
                 group=place.group,
                 vocab_shard=place.shard,
@@ -45,4 +56,4 @@ def method_of(gradient: GradientOfBoth, teacher: Teacher) -> Method:
 
         return loss
 
-    return Method(gradient, "ours", build, ranks=True)
+    return Method(name, "ours", build, ranks=True)
