@@ -34,6 +34,7 @@ GLUON = {
     "warp_specialize": ("functions_and_args", "worker_num_warps", "worker_num_regs"),
     "allocate_shared_memory": ("element_ty", "shape", "layout"),
     "barrier": (),
+    "shared_memory_descriptor.reinterpret": ("self", "dtype", "shape", "layout"),
     "hopper.warpgroup_mma": ("a", "b", "acc"),
     "hopper.mbarrier.wait": ("mbarrier", "phase"),
     "hopper.mbarrier.expect": ("mbarrier",),
@@ -42,6 +43,7 @@ GLUON = {
 # Names in older releases. `kernels/gluon_names.py` takes whichever of a pair is there.
 FORMER = {
     "barrier": "thread_barrier",
+    "shared_memory_descriptor.reinterpret": "shared_memory_descriptor._reinterpret",
     "hopper.tma.async_load": "hopper.tma.async_copy_global_to_shared",
 }
 # Releases of Triton with which tests/backends/triton/kernels/test_hopper.py compiles the kernel.
