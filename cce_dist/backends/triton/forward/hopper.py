@@ -34,7 +34,7 @@ GLUON = {
     "warp_specialize": ("functions_and_args", "worker_num_warps", "worker_num_regs"),
     "allocate_shared_memory": ("element_ty", "shape", "layout"),
     "barrier": (),
-    "shared_memory_descriptor.reinterpret": ("self", "dtype", "shape", "layout"),
+    "shared_memory_descriptor.reinterpret": (),
     "hopper.warpgroup_mma": ("a", "b", "acc"),
     "hopper.mbarrier.wait": ("mbarrier", "phase"),
     "hopper.mbarrier.expect": ("mbarrier",),
