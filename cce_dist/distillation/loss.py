@@ -121,8 +121,8 @@ def linear_distillation(
         quantized_teacher_weight: `quantize_weight(teacher_weight, teacher_hidden)`, made once of a
             teacher that does not change, V_local (D_teacher + 8) bytes. For forward KL with
             filtered gradients alone. Kernels then multiply the teacher's hidden states by it, in 8
-            bits; columns of much mass get exact logits. Where 8 bits would err, and without
-            kernels, logits are in full precision: stat "screened" says which.
+            bits; columns of much mass get exact logits. If 8 bits would err too much in this call,
+            and without kernels, all logits are in full precision: stat "screened" says so.
         backend: "auto", "torch", or "triton", which takes no float64.
         group, vocab_shard, sequence_parallel, token_weight, ignore_index, reduction, shift,
             workspace_bytes: as in `linear_cross_entropy`; with sequence_parallel both hidden states

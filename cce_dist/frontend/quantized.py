@@ -43,7 +43,7 @@ class QuantizedWeight:
     # Storage and address are the weight's. Once the weight is freed, another tensor could have the
     # same address.
     storage: weakref.ref[torch.UntypedStorage]
-    address: int
+    address: tuple[int, tuple[int, ...]]  # and strides
     version: int  # the weight's autograd version
 
     @property
@@ -98,14 +98,14 @@ class QuantizedWeight:
         Raises:
             ValueError: it is not.
         """
-        copy = f"quantized_{name}"
-        if self.rows.values.shape[0] != num_classes or weight.dtype != self.dtype:
+        copy, shape = f"quantized_{name}", [len(self.rows.values), len(self.rows.centre)]
+        if shape != [num_classes, weight.shape[1]] or weight.dtype != self.dtype:
             raise ValueError(
                 f"{copy} must have the {num_classes} rows of {name} that are no padding, of "
-                f"{weight.dtype}, got {self.rows.values.shape[0]} rows of {self.dtype}; make it "
-                "anew with quantize_weight"
+                f"{weight.shape[1]} numbers of {weight.dtype}, got {shape} of {self.dtype}; make "
+                "it anew with quantize_weight"
             )
-        if self.storage() is not weight.untyped_storage() or weight.data_ptr() != self.address:
+        if self.storage() is not weight.untyped_storage() or _address(weight) != self.address:
             raise ValueError(
                 f"{copy} is of another tensor than {name} (under autocast each call casts {name} "
                 f"to a new tensor); quantise the tensor that you pass as {name}, or leave {copy} "
@@ -228,8 +228,12 @@ def _moments_of(hidden: Tensor | None, weight: Tensor, quantizer: Any) -> Any:
     return quantizer.moments_of(hidden.detach().reshape(-1, dim)).for_others()
 
 
-def _identity(weight: Tensor) -> tuple[weakref.ref[torch.UntypedStorage], int, int]:
-    return weakref.ref(weight.untyped_storage()), weight.data_ptr(), version_of(weight)
+def _identity(weight: Tensor) -> tuple[weakref.ref[torch.UntypedStorage], Any, int]:
+    return weakref.ref(weight.untyped_storage()), _address(weight), version_of(weight)
+
+
+def _address(weight: Tensor) -> tuple[int, tuple[int, ...]]:
+    return weight.data_ptr(), weight.stride()
 
 
 def version_of(weight: Tensor) -> int:

@@ -157,6 +157,25 @@ def test_a_weight_in_the_memory_of_a_freed_one_is_another() -> None:
 
 
 @pytest.mark.interpreter
+def test_another_view_of_the_same_memory_is_another_weight() -> None:
+    """Each begins where the copied one does, and has as many rows."""
+    memory = torch.ones(100, 16).half()
+    hidden, targets = torch.ones(4, 16).half(), torch.zeros(4, dtype=torch.int64)
+    views = {
+        "rows of every second": (memory[::2], memory[:50], "is of another tensor than weight"),
+        "a narrower one": (
+            memory[:, :8],
+            memory,
+            r"of 16 numbers of torch.float16, got \[100, 8\]",
+        ),
+    }
+    for copied, weight, pattern in views.values():
+        how: dict[str, Any] = {"logits": "screened", "quantized_weight": quantize_weight(copied)}
+        with pytest.raises(ValueError, match=f"quantized_weight .*{pattern}"):
+            linear_cross_entropy(hidden, weight, targets, **how)
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize(("wrong", "pattern"), WEIGHTS.values(), ids=WEIGHTS)
 def test_quantize_weight_refuses(wrong: Callable[[], Any], pattern: str) -> None:
     with pytest.raises(ValueError, match=pattern):

@@ -18,6 +18,7 @@ from tests.distillation.test_distillation import Both, error
 
 MARKS = {"cpu": [], "cuda": [pytest.mark.gpu]}
 PLACES = [pytest.param(place, id=str(place), marks=MARKS[place.device]) for place in TRITON_PLACES]
+INF = float("inf")
 KL_ALONE: dict[str, Any] = {**PLAIN, "alpha": 0.0}
 CALLS: dict[str, dict[str, Any]] = {
     # Hopper's kernel, if there is one.
@@ -118,9 +119,19 @@ def test_launches_and_overflow(monkeypatch: pytest.MonkeyPatch, programs: int) -
     torch.testing.assert_close(found, right, rtol=2e-2, atol=1e-2)
 
 
+def test_an_id_that_the_student_masks() -> None:
+    """The teacher gives it much mass: KL is infinite, and not NaN."""
+    both = zipf(torch.float16, "cpu", 140, 3000)
+    both.bias[0] = -torch.inf
+    call = {**KL_ALONE, "backend": "triton", "reduction": "none"}
+    assert (both.run(both.leaves(), **call, quantized_teacher_weight=copy_of(both)) == INF).all()
+
+
 @pytest.mark.parametrize("count", [0, 1, 128, 129])
 def test_tokens_that_count(count: int) -> None:
     both = zipf(torch.float16, "cpu", 300, 5000)
+    # A softmax does not change by it; of a token that does not count only the bias is left.
+    both.teacher_bias.add_(100)
     targets = torch.full_like(both.targets, -100)
     targets[5 : 5 + count] = 3
     both = replace(both, targets=targets)
@@ -132,8 +143,49 @@ def test_tokens_that_count(count: int) -> None:
     out = both.run(leaves, **{**call, "stats": ("screened",)}, quantized_teacher_weight=copy)
     right = both.run(both.leaves(), **call)
     torch.testing.assert_close(out.loss, right, rtol=1e-2, atol=5e-3)
-    assert out.screened
+    assert out.screened and not out.loss[targets < 0].any()
     assert all(not grad.isnan().any() for grad in gradients(out.loss, leaves).values())
+
+
+def test_frequent_ids_at_the_end() -> None:
+    """Masses of columns before them are recorded far too large: all of these are listed."""
+    both = zipf(torch.float16, "cpu", 256, 12000)
+    both = replace(
+        both,
+        **{
+            name: getattr(both, name).flip(0)
+            for name in ("weight", "bias", "teacher_weight", "teacher_bias")
+        },
+        targets=len(both.weight) - 1 - both.targets,
+    )
+    call = {**KL_ALONE, "backend": "triton", "reduction": "none"}
+    found = both.run(both.leaves(), **call, quantized_teacher_weight=copy_of(both))
+    assert rms(found - both.run(both.leaves(), **call)) < 3e-4
+
+
+def test_columns_that_the_student_saturates() -> None:
+    """Their softcap' is near 0, and so is the mass by which they are kept; they are listed."""
+    both = zipf(torch.float16, "cpu", 256, 5000)
+    both.bias[:300] += 80
+    call = {**KL_ALONE, "backend": "triton", "reduction": "none", "softcap": 10.0}
+    found = both.run(both.leaves(), **call, quantized_teacher_weight=copy_of(both))
+    assert rms(found - both.run(both.leaves(), **call)) < 4e-3
+
+
+def test_equal_models_have_no_divergence_on_average() -> None:
+    """8-bit logits raise a KL by half their variance; it is taken off."""
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = (
+        0.4 * torch.randn(n, 64, generator=generator).to(torch.float16) for n in (256, 5000)
+    )
+    copy = quantize_weight(weight, hidden, screen=Screen(dtype="e4m3"))
+    kl = linear_distillation(
+        *(hidden, weight, hidden, weight),
+        quantized_teacher_weight=copy,
+        backend="triton",
+        reduction="none",
+    )
+    assert isinstance(kl, Tensor) and abs(kl.mean()) < 3e-5
 
 
 def with_outliers(both: Both) -> Both:
@@ -160,6 +212,27 @@ def test_8_bits_that_would_err_are_refused(place: Place) -> None:
     assert [bool(out.screened) for out in outs] == [False, False, True]
     assert all(torch.equal(x, y) for x, y in zip(outs[0][:2], outs[1][:2], strict=True))
     assert all(torch.equal(x, y) for x, y in zip(*grads[:2], strict=True))
+
+
+def test_one_token_that_would_err_is_refused() -> None:
+    both = zipf(torch.float16, "cpu", 512, 5000)
+    both.teacher_hidden[7, 3] = 3000.0
+    both.teacher_weight[:, 3] /= 1000
+    copy = quantize_weight(both.teacher_weight)
+    call = {**KL_ALONE, "backend": "triton", "stats": ("screened",)}
+    assert not both.run(both.leaves(), **call, quantized_teacher_weight=copy).screened
+    others = replace(both, targets=both.targets.index_fill(0, torch.tensor([7]), -100))
+    assert others.run(others.leaves(), **call, quantized_teacher_weight=copy).screened
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_an_infinite_hidden_state_shows(has_copy: bool) -> None:
+    both = zipf(torch.float16, "cpu", 140, 5000)
+    copy = copy_of(both) if has_copy else None
+    both.teacher_hidden[3, 5] = torch.inf
+    call = {**KL_ALONE, "backend": "triton", "reduction": "none"}
+    kl = both.run(both.leaves(), **call, quantized_teacher_weight=copy)
+    assert kl[3].isnan() and kl.isnan().sum() == 1
 
 
 def test_without_kernels_logits_are_full() -> None:
@@ -261,6 +334,13 @@ def test_what_is_no_copy_is_named() -> None:
         assert f"got {changes.get('divergence', 'forward_kl')!r} with" in found
     other = quantize_weight(both.teacher_weight[:4000])
     assert "must have the 5000 rows of teacher_weight" in refused(both, other)
+    wide = torch.cat([both.teacher_weight] * 2, 1)
+    narrow = replace(both, teacher_weight=wide[:, :64])
+    found = refused(narrow, quantize_weight(wide))
+    assert "of 64 numbers of torch.bfloat16, got [5000, 128]" in found
+    rows = torch.cat([both.teacher_weight] * 2)
+    strided = refused(replace(both, teacher_weight=rows[:5000]), quantize_weight(rows[::2]))
+    assert "is of another tensor than teacher_weight" in strided
     clone = replace(both, teacher_weight=both.teacher_weight.clone())
     assert "is of another tensor than teacher_weight" in refused(clone, copy)
     both.teacher_weight.mul_(2)

@@ -22,24 +22,32 @@ from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.screened.quantize import quantize_tokens
 from cce_dist.options import TOKEN_BLOCK
 
-# Logits are computed in full if the root mean square over tokens of the error of an 8-bit logit is
-# above it, nats. int8 has 0.02 on skewed softmaxes, and dense logits in bf16 from 8 on as much.
-MAX_ERROR = 2.0**-4
-# A column is corrected if its mass in a block is at least this, in probabilities: no block has more
-# such columns than MOST, but for bounds of masses that are too high.
-LARGE, MOST = 1 / 8, 1024
-# Of a program of `large_parts_kernel`: columns, dims, stages.
-PARTS = (64, 64, 3)
+# Logits are computed in full if the error of 8-bit ones, in nats, has a root mean square over
+# tokens above the first, or a standard deviation above the second in one token. int8 has 0.02 on
+# skewed softmaxes, as much as dense logits in bf16 from 8 on.
+MAX_ERROR, MAX_OF_TOKEN = 2.0**-4, 0.5
+# A column is corrected if its mass in a block is at least LARGE, in probabilities. No block has
+# above 1,024 such columns. Masses of the first launches may be too large, so more are listed.
+LARGE, MOST = 1 / 8, 16384
+# Of `large_parts_kernel`: programs of a block; columns and dims at a time, stages. On GPUs with
+# 99 KB of shared memory no more stages fit.
+PARTS, STEP = 16, (64, 64, 3)
 
 
 @dataclass(frozen=True)
 class TeacherInEightBits:
     operands: EightBit
+    variance: Tensor  # [N_padded] fp32, nats^2: of the error of a token's logits
     shape: Tensor  # [3] int32: see `forward_kernel`; no blocks if 8 bits are refused
     full: Tensor  # [1] int32: 1 if they are
+    # [num_blocks, V_local] bf16 masses without the student's softcap', which the state's have;
+    # None: there is no such softcap
+    plain_mass: Tensor | None
 
     @classmethod
-    def of(cls, teacher: ForwardState, shape: Tensor) -> TeacherInEightBits | None:
+    def of(
+        cls, student: ForwardState, teacher: ForwardState, shape: Tensor
+    ) -> TeacherInEightBits | None:
         """Returns the 8-bit operands of the teacher's forward; None: its head has no 8-bit copy.
 
         Args:
@@ -53,9 +61,14 @@ class TeacherInEightBits:
         operands = EightBit(values[:, :dim], rows.values[:, :dim], rows.of_rows, of_tokens)
         eight, full = torch.empty_like(shape), torch.empty_like(teacher.count)
         start(refuse_kernel, (1,))(
-            *(variance, teacher.count, shape, eight, full, MAX_ERROR**2), BLOCK=1024
+            *(variance, teacher.count, shape, eight, full, MAX_ERROR**2, MAX_OF_TOKEN**2),
+            BLOCK=1024,
         )
-        return cls(operands, eight, full)
+        plain_mass = None
+        if student.head.softcap is not None:
+            assert teacher.buffers.mass is not None
+            plain_mass = torch.empty_like(teacher.buffers.mass)
+        return cls(operands, variance, eight, full, plain_mass)
 
     def correct(
         self, student: ForwardState, teacher: ForwardState, lse: Tensor, of: Finished, kl: Tensor
@@ -64,17 +77,18 @@ class TeacherInEightBits:
 
         Args: lse: [N_padded] the student's.
         """
-        num_blocks, columns = teacher.num_blocks, PARTS[0]
         column, number = self._large_columns(teacher)
-        part = lse.new_empty(2, MOST // columns, len(lse))
+        part = lse.new_empty(3, PARTS, len(lse))
         self._sum_parts(student, teacher, column, number, lse, of.lse, part)
-        start(correct_kernel, (num_blocks,))(
-            *(number, part, of.lse, kl, len(lse)), MOST=MOST, COLUMNS=columns, TOKENS=TOKEN_BLOCK
+        start(correct_kernel, (teacher.num_blocks,))(
+            *(teacher.count, self.shape, self.variance, part, of.lse, kl, len(lse)),
+            PARTS=PARTS,
+            TOKENS=TOKEN_BLOCK,
         )
 
     def _large_columns(self, teacher: ForwardState) -> tuple[Tensor, Tensor]:
         """Returns the columns of much mass of each block, [num_blocks, MOST], and their number."""
-        mass = teacher.buffers.mass
+        mass = teacher.buffers.mass if self.plain_mass is None else self.plain_mass
         assert mass is not None
         num_blocks, num_columns = mass.shape
         column = mass.new_empty(num_blocks, MOST, dtype=torch.int32)
@@ -105,14 +119,14 @@ class TeacherInEightBits:
         part: Tensor,  # written
     ) -> None:
         eight = self.operands
-        columns, block_k, stages = PARTS
+        columns, block_k, stages = STEP
         operands, strides, numbers = [], [], []
         for state in (student, teacher):
             hidden, head = state.packed, state.head
             operands += [hidden, state.weight, state.or_dummy(head.bias)]
             strides += [hidden.stride(0), state.weight.stride(0)]
             numbers += [head.logit_scale, head.softcap or 1.0]
-        start(large_parts_kernel, (MOST // columns, teacher.num_blocks))(
+        start(large_parts_kernel, (PARTS, teacher.num_blocks))(
             *operands,
             eight.hidden,
             eight.weight,
@@ -132,6 +146,7 @@ class TeacherInEightBits:
             eight.weight.stride(0),
             *numbers,
             MOST=MOST,
+            PARTS=PARTS,
             COLUMNS=columns,
             TOKENS=TOKEN_BLOCK,
             BLOCK_K=block_k,

@@ -174,7 +174,7 @@ class _States:
         shape = student.shape
         if teacher.head.quantized is not None:
             shape = shape.clone()
-        return cls(student, teacher, shape, TeacherInEightBits.of(teacher, shape))
+        return cls(student, teacher, shape, TeacherInEightBits.of(student, teacher, shape))
 
     @property
     def states(self) -> tuple[ForwardState, ForwardState]:
@@ -246,6 +246,7 @@ class _States:
         self, launch: ForwardLaunch, threshold: float, shape: Tensor, eight: EightBit | None
     ) -> None:
         student, teacher, tiles = self.student, self.teacher, self.tiles
+        plain_mass = None if self.eight is None else self.eight.plain_mass
         operands, strides, use_tma = [], [], []
         for state, (hidden, weight) in zip(self.states, self._operands(eight), strict=True):
             uses = takes_tma(weight)
@@ -259,6 +260,7 @@ class _States:
         start(teacher_forward_kernel, (student.grid,))(
             *operands,
             *self._memory(shape, eight),
+            student.or_dummy(plain_mass),
             launch.number,
             launch.end_tile,
             student.buffers.size,

@@ -38,7 +38,7 @@ def divergence_kernel(
         log_shares = shift - (tl.load(state_ptr + at, mask=counts, other=0.0) - lse)
         part = tl.load(teacher_ptr + at + 3 * size, mask=counts, other=0.0) + mass * log_shares
         # A split where the teacher has no mass has a reference of no meaning. 0 times infinity
-        # would be NaN.
+        # would be NaN; NaN of hidden states stays.
         share = exp2_of(shift)
-        total += tl.where((mass > 0) & (share > 0), share * part, 0.0)
+        total += tl.where((mass == 0) | (share == 0), 0.0, share * part)
     tl.store(divergence_ptr + tokens, total / LOG2E, mask=tokens < N)

@@ -18,17 +18,21 @@ def refuse_kernel(
     shape_ptr,  # [3] int32: of a forward in full precision; its blocks become 0 if 8 bits will do
     eight_ptr,  # [3] int32: of a forward in 8 bits: out
     full_ptr,  # [1] int32: 1 if 8 bits are refused: out
-    max_variance,
+    max_mean,  # of the variance
+    max_variance,  # of a token
     BLOCK: tl.constexpr,
 ):
     """Decides whether 8 bits will do; a single program."""
     count = tl.load(count_ptr)
     total = tl.zeros((BLOCK,), tl.float32)
+    largest = total
     for first in range(0, count, BLOCK):
         token = first + tl.arange(0, BLOCK)
-        total += tl.load(variance_ptr + token, mask=token < count, other=0.0)
+        variance = tl.load(variance_ptr + token, mask=token < count, other=0.0)
+        total += variance
+        largest = tl.maximum(largest, variance)
     # A NaN is refused too.
-    fits = tl.sum(total, 0) <= max_variance * count
+    fits = (tl.sum(total, 0) <= max_mean * count) & (tl.max(largest, 0) <= max_variance)
     blocks = tl.load(shape_ptr)
     tl.store(eight_ptr, tl.where(fits, blocks, 0))
     for i in tl.static_range(1, 3):
@@ -40,7 +44,8 @@ def refuse_kernel(
 
 @triton.jit
 def large_columns_kernel(
-    mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept
+    mass_ptr,  # [num_blocks, V] the teacher's mass of a column in a block, or more; its sign does
+    # not count
     count_ptr,  # [1] int32
     eight_ptr,  # [3] int32: of a forward in 8 bits
     column_ptr,  # [num_blocks, MOST] int32 the first columns of that mass, in ascending order: out
@@ -131,7 +136,7 @@ def large_parts_kernel(
     number_ptr,  # [num_blocks] int32
     lse_ptr,  # [N] the student's, natural
     teacher_lse_ptr,  # [N] of 8-bit logits
-    part_ptr,  # [2, MOST // COLUMNS, N]: see `correct_kernel`: out
+    part_ptr,  # [3, PARTS, N]: see `correct_kernel`: out
     N,
     V,
     D,
@@ -147,6 +152,7 @@ def large_parts_kernel(
     teacher_scale,
     teacher_softcap,
     MOST: tl.constexpr,
+    PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -158,77 +164,93 @@ def large_parts_kernel(
     TEACHER_HAS_BIAS: tl.constexpr,
     TEACHER_HAS_SOFTCAP: tl.constexpr,
 ):
-    """Computes logits of COLUMNS listed columns and a block of tokens: the student's, the
-    teacher's, and the teacher's of 8 bits; and sums how far the last are off."""
-    segment, block = tl.program_id(0), tl.program_id(1)
+    """Computes logits of listed columns and a block of tokens, COLUMNS of every PARTS x COLUMNS:
+    the student's, the teacher's, and the teacher's of 8 bits; and sums how far the last are off."""
+    part, block = tl.program_id(0), tl.program_id(1)
     number = tl.load(number_ptr + block)
-    if segment * COLUMNS >= number:
-        return
-    place = segment * COLUMNS + tl.arange(0, COLUMNS)
-    listed = place < number
-    column = tl.load(column_ptr + block * MOST + place, mask=listed, other=0)
     rows = block * TOKENS + tl.arange(0, TOKENS)
     lse = tl.load(lse_ptr + rows) * LOG2E
     # See `divergence_kernel`.
     lse = tl.where(lse == float("-inf"), 0.0, lse)[None, :]
     teacher_lse = (tl.load(teacher_lse_ptr + rows) * LOG2E)[None, :]
-    x = products(
-        column, rows, eight_weight_ptr, eight_hidden_ptr, stride_eight_wv, stride_eight_hn,
-        D_TEACHER, COLUMNS, TOKENS, BLOCK_K, STAGES, ACCUMULATOR, PRECISION,
-    )  # fmt: skip
-    x = dequantized(x, column, V, of_column_ptr, of_token_ptr + rows, N)
-    rough = finished_logits(
-        x, column, teacher_bias_ptr, teacher_scale, teacher_softcap, TEACHER_HAS_BIAS,
-        TEACHER_HAS_SOFTCAP,
-    )  # fmt: skip
-    rough -= teacher_lse
-    y = products(
-        column, rows, teacher_weight_ptr, teacher_hidden_ptr, stride_teacher_wv, stride_teacher_hn,
-        D_TEACHER, COLUMNS, TOKENS, BLOCK_K, STAGES, tl.float32, PRECISION,
-    )  # fmt: skip
-    y = finished_logits(
-        y, column, teacher_bias_ptr, teacher_scale, teacher_softcap, TEACHER_HAS_BIAS,
-        TEACHER_HAS_SOFTCAP,
-    )  # fmt: skip
-    y -= teacher_lse
-    z = products(
-        column, rows, weight_ptr, hidden_ptr, stride_wv, stride_hn, D, COLUMNS, TOKENS, BLOCK_K,
-        STAGES, tl.float32, PRECISION,
-    )  # fmt: skip
-    z = finished_logits(z, column, bias_ptr, scale, softcap, HAS_BIAS, HAS_SOFTCAP) - lse
-    p, rough_p = exp2_of(y), exp2_of(rough)
-    # 0 times infinity would be NaN.
-    of_ratio = tl.where(p > 0, p * (y - z), 0.0) - tl.where(rough_p > 0, rough_p * (rough - z), 0.0)
-    of_mass = tl.where(listed[:, None], p - rough_p, 0.0)
-    of_ratio = tl.where(listed[:, None], of_ratio, 0.0)
-    tl.store(part_ptr + segment * N + rows, tl.sum(of_mass, 0))
-    tl.store(part_ptr + (MOST // COLUMNS + segment) * N + rows, tl.sum(of_ratio, 0))
+    of_mass = tl.zeros((TOKENS,), tl.float32)
+    of_ratio = tl.zeros((TOKENS,), tl.float32)
+    exact_mass = tl.zeros((TOKENS,), tl.float32)
+    for first in range(part * COLUMNS, number, PARTS * COLUMNS):
+        place = first + tl.arange(0, COLUMNS)
+        listed = (place < number)[:, None]
+        column = tl.load(column_ptr + block * MOST + place, mask=place < number, other=0)
+        x = products(
+            column, rows, eight_weight_ptr, eight_hidden_ptr, stride_eight_wv, stride_eight_hn,
+            D_TEACHER, COLUMNS, TOKENS, BLOCK_K, STAGES, ACCUMULATOR, PRECISION,
+        )  # fmt: skip
+        x = dequantized(x, column, V, of_column_ptr, of_token_ptr + rows, N)
+        rough = finished_logits(
+            x, column, teacher_bias_ptr, teacher_scale, teacher_softcap, TEACHER_HAS_BIAS,
+            TEACHER_HAS_SOFTCAP,
+        )  # fmt: skip
+        rough -= teacher_lse
+        y = products(
+            column, rows, teacher_weight_ptr, teacher_hidden_ptr, stride_teacher_wv,
+            stride_teacher_hn, D_TEACHER, COLUMNS, TOKENS, BLOCK_K, STAGES, tl.float32, PRECISION,
+        )  # fmt: skip
+        y = finished_logits(
+            y, column, teacher_bias_ptr, teacher_scale, teacher_softcap, TEACHER_HAS_BIAS,
+            TEACHER_HAS_SOFTCAP,
+        )  # fmt: skip
+        y -= teacher_lse
+        z = products(
+            column, rows, weight_ptr, hidden_ptr, stride_wv, stride_hn, D, COLUMNS, TOKENS, BLOCK_K,
+            STAGES, tl.float32, PRECISION,
+        )  # fmt: skip
+        z = finished_logits(z, column, bias_ptr, scale, softcap, HAS_BIAS, HAS_SOFTCAP) - lse
+        p = tl.where(listed, exp2_of(y), 0.0)
+        rough_p = tl.where(listed, exp2_of(rough), 0.0)
+        exact_mass += tl.sum(p, 0)
+        of_mass += tl.sum(p - rough_p, 0)
+        # 0 times infinity would be NaN, and so would be infinity less infinity: of an id that the
+        # student masks the 8-bit KL is infinite by itself.
+        ratio = tl.where(p > 0, p * (y - z), 0.0)
+        rough_counts = (rough_p > 0) & (z > float("-inf"))
+        of_ratio += tl.sum(ratio - tl.where(rough_counts, rough_p * (rough - z), 0.0), 0)
+    out = part_ptr + part * N + rows
+    tl.store(out, of_mass)
+    tl.store(out + PARTS * N, of_ratio)
+    tl.store(out + 2 * PARTS * N, exact_mass)
 
 
 @triton.jit
 def correct_kernel(
-    number_ptr,  # [num_blocks] int32
-    part_ptr,  # [2, MOST // COLUMNS, N] sums over listed columns, with p of 8 bits subtracted: of
-    # p, of p log2 (p / q)
+    count_ptr,  # [1] int32
+    eight_ptr,  # [3] int32: of a forward in 8 bits
+    variance_ptr,  # [N] of the error of a token's 8-bit logits, nats^2
+    part_ptr,  # [3, PARTS, N] sums over listed columns, with p of 8 bits subtracted: of p, of p
+    # log2 (p / q); of p alone
     teacher_lse_ptr,  # [N] natural: in, out
     divergence_ptr,  # [N] nats: in, out
     N,
-    MOST: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Corrects the teacher's log-sum-exp and the KL of 8-bit logits; a program a block."""
     block = tl.program_id(0)
-    number = tl.load(number_ptr + block)
-    rows = block * TOKENS + tl.arange(0, TOKENS)
-    of_mass = tl.zeros((TOKENS,), tl.float32)
-    of_ratio = tl.zeros((TOKENS,), tl.float32)
-    for segment in range(tl.cdiv(number, COLUMNS)):
-        of_mass += tl.load(part_ptr + segment * N + rows)
-        of_ratio += tl.load(part_ptr + (MOST // COLUMNS + segment) * N + rows)
-    if number > 0:
+    if block < tl.load(eight_ptr):
+        rows = block * TOKENS + tl.arange(0, TOKENS)
+        counts = rows < tl.load(count_ptr)
+        of_mass = tl.zeros((TOKENS,), tl.float32)
+        of_ratio = tl.zeros((TOKENS,), tl.float32)
+        exact_mass = tl.zeros((TOKENS,), tl.float32)
+        for part in tl.static_range(PARTS):
+            at = part_ptr + part * N + rows
+            of_mass += tl.load(at)
+            of_ratio += tl.load(at + PARTS * N)
+            exact_mass += tl.load(at + 2 * PARTS * N)
         share = tl.maximum(1 + of_mass, LEAST)
         rise = log2_of(share) / LOG2E
-        kl = tl.load(divergence_ptr + rows)
-        tl.store(divergence_ptr + rows, (kl + of_ratio / LOG2E) / share - rise)
-        tl.store(teacher_lse_ptr + rows, tl.load(teacher_lse_ptr + rows) + rise)
+        kl = (tl.load(divergence_ptr + rows) + of_ratio / LOG2E) / share - rise
+        # Half the variance is subtracted from 8-bit logits, so that exp of them is right on
+        # average. Times exp they are then too large by that half.
+        rest = tl.maximum(1 - exact_mass / share, 0.0)
+        kl -= 0.5 * tl.load(variance_ptr + rows) * rest
+        tl.store(divergence_ptr + rows, kl, mask=counts)
+        tl.store(teacher_lse_ptr + rows, tl.load(teacher_lse_ptr + rows) + rise, mask=counts)

@@ -108,6 +108,8 @@ def teacher_forward_kernel(
     # times (y - ref of y) - (z - ref of z), log2: out
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
     teacher_mass_ptr,  # [num_blocks, V]: out
+    # [num_blocks, V] the teacher's masses without softcap', if IS_SCREENED and HAS_SOFTCAP: out
+    plain_mass_ptr,
     launch,  # PROBE, FIRST to LAST; or ALONE
     end_tile,
     size,
@@ -238,6 +240,9 @@ def teacher_forward_kernel(
             total += partial_sums(q, BLOCK_V, BLOCK_N)
             teacher_total += partial_sums(p, BLOCK_V, BLOCK_N)
             add_to(teacher_ptrs + 3 * size, tl.sum(tl.where(p > 0, p * (y - x), 0.0), 0))
+            if IS_SCREENED and HAS_SOFTCAP:
+                plain_ptrs = plain_mass_ptr + block.to(tl.int64) * V + columns
+                tl.store(plain_ptrs, tl.sum(p, 1), mask=columns < V)
             q *= slope
             p *= slope
             mass = tl.sum(q, 1)
