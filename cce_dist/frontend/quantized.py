@@ -98,12 +98,13 @@ class QuantizedWeight:
         Raises:
             ValueError: it is not.
         """
-        copy, shape = f"quantized_{name}", [len(self.rows.values), len(self.rows.centre)]
-        if shape != [num_classes, weight.shape[1]] or weight.dtype != self.dtype:
+        copy, num_rows, dim = f"quantized_{name}", len(self.rows.values), len(self.rows.centre)
+        shape = num_classes, weight.shape[1]
+        if (num_rows, dim) != shape or weight.dtype != self.dtype:
             raise ValueError(
-                f"{copy} must have the {num_classes} rows of {name} that are no padding, of "
-                f"{weight.shape[1]} numbers of {weight.dtype}, got {shape} of {self.dtype}; make "
-                "it anew with quantize_weight"
+                f"{copy} must have the {num_classes} rows of {name} that are no padding, each of "
+                f"{shape[1]} numbers of {weight.dtype}, got {num_rows} rows of {dim} numbers of "
+                f"{self.dtype}; make it anew with quantize_weight"
             )
         if self.storage() is not weight.untyped_storage() or _address(weight) != self.address:
             raise ValueError(
