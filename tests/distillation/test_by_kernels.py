@@ -292,6 +292,23 @@ def test_the_same_bytes_in_every_run() -> None:
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
+@pytest.mark.parametrize("who", ["hidden", "teacher_hidden"])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "tvd"])
+@pytest.mark.parametrize(
+    "way", [("torch", "exact"), ("triton", "exact"), ("triton", "filtered")], ids="-".join
+)
+def test_what_is_not_finite_shows(
+    way: tuple[str, str], divergence: str, value: float, who: str
+) -> None:
+    """In its token, and there alone."""
+    both = zipf(torch.float32, "cpu", 140, 5000)
+    getattr(both, who)[3, 5] = value
+    call = {**PLAIN, "alpha": 0.0, "reduction": "none", "divergence": divergence}
+    loss = both.run(both.leaves(), **call, backend=way[0], gradient=way[1])
+    assert loss[3].isnan() and loss.isnan().sum() == 1
+
+
 # -- ranks --------------------------------------------------------------------------------------
 
 
