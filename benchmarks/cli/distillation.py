@@ -42,7 +42,7 @@ def distill_command(
     method: Annotated[
         arg.Names,
         typer.Option(
-            help="filtered, teacher-8bit, exact, dense, trl, torch-compile, torch-compile-chunked, "
+            help="filtered, screened, exact, dense, trl, torch-compile, torch-compile-chunked, "
             "liger-chunked, liger, liger-fp32, fla-16bit, fla; may be repeated. [all that can run]"
         ),
     ] = None,
@@ -136,7 +136,7 @@ def distill_ranks_command(
     repeats: arg.Repeats = 10,
     method: Annotated[
         arg.Names,
-        typer.Option(help="filtered, teacher-8bit, exact; may be repeated. [filtered]"),
+        typer.Option(help="filtered, screened, exact; may be repeated. [filtered]"),
     ] = None,
     timeout_seconds: arg.CollectiveTimeout = 120.0,
     csv_path: arg.CsvPath = None,

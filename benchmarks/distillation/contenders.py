@@ -19,10 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.contenders import Contender, import_alone
 from benchmarks.distillation.inputs import Teacher
-from cce_dist import linear_cross_entropy, quantize_weight
+from cce_dist import linear_cross_entropy
 from cce_dist.bench.golden import LossFunction
 from cce_dist.distillation import DistillationOutput, linear_distillation
 from cce_dist.distillation.loss import GradientOfBoth
+from cce_dist.options import LogitsMode
 
 # Tokens whose logits a chunked contender has at a time: Liger's own default.
 CHUNK = 1024
@@ -38,11 +39,9 @@ class Built(NamedTuple):
     tokens: DivergenceFunction | None  # None: the mean alone is known
 
 
-def ours(gradient: GradientOfBoth, teacher: Teacher, *, eight_bits: bool = False) -> Built:
-    """Returns `linear_distillation`. Args: eight_bits: the teacher's weight has an 8-bit copy, made
-    once, as a teacher does not change."""
-    copy = quantize_weight(teacher.weight, teacher.hidden) if eight_bits else None
-    options = {"temperature": teacher.temperature, "quantized_teacher_weight": copy}
+def ours(gradient: GradientOfBoth, teacher: Teacher, *, logits: LogitsMode = "full") -> Built:
+    """Returns `linear_distillation`."""
+    options = {"temperature": teacher.temperature, "logits": logits}
     distill = partial(linear_distillation, gradient=gradient, **options)
     tensors = teacher.hidden, teacher.weight
 
@@ -238,12 +237,7 @@ IN_FORWARD = "its forward computes the gradients"
 # In the order in which they are measured. Compilers of their own come last.
 CONTENDERS = {
     "filtered": Contender("ours", partial(ours, "filtered")),
-    "teacher-8bit": Contender(
-        "ours",
-        partial(ours, "filtered", eight_bits=True),
-        on_cpu=False,
-        note="the 8-bit copy is made before",
-    ),
+    "screened": Contender("ours", partial(ours, "filtered", logits="screened"), on_cpu=False),
     "exact": Contender("ours", partial(ours, "exact")),
     "dense": Contender("dense", dense),
     "trl": Contender("peer", trl),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from benchmarks.distillation.inputs import Teacher
-from cce_dist import quantize_weight
 from cce_dist.bench.golden import LossFunction
 from cce_dist.bench.methods import Method
 from cce_dist.bench.rank_methods import Setup
@@ -14,7 +13,7 @@ from cce_dist.distillation.loss import GradientOfBoth
 
 GRADIENTS: dict[str, GradientOfBoth] = {
     "filtered": "filtered",
-    "teacher-8bit": "filtered",
+    "screened": "filtered",
     "exact": "exact",
 }
 
@@ -32,7 +31,6 @@ def method_of(name: str, teacher: Teacher) -> Method:
         assert place is not None
         # A copy: the rank's own rows, and not a part of the whole.
         weight, hidden = teacher.weight[place.rows].clone(), teacher.hidden
-        copy = quantize_weight(weight, hidden) if name == "teacher-8bit" else None
         if place.sequence_parallel:
             hidden = hidden.chunk(place.size)[place.rank]
 
@@ -45,7 +43,7 @@ def method_of(name: str, teacher: Teacher) -> Method:
                 targets,
                 temperature=teacher.temperature,
                 gradient=GRADIENTS[name],
-                quantized_teacher_weight=copy,
+                logits="screened" if name == "screened" else "full",
                 backend=setup.backend,
                 group=place.group,
                 vocab_shard=place.shard,

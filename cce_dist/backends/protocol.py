@@ -118,7 +118,7 @@ class TeacherStats:
     teacher_lse: Tensor
     kl: Tensor  # nats: KL(teacher || student) of the softmaxes over this shard's columns alone
     scores: Scores | None  # of both models; None: this shard has no columns
-    # [1] int32: 1 where an 8-bit copy of the teacher's weight was given and refused; None: no copy
+    # [1] int32: 1 where the teacher's logits were to be screened, and are full; None: they were not
     full: Tensor | None = None
 
 
@@ -248,7 +248,8 @@ class Backend(Protocol):
     def forward_of_heads(self) -> ForwardOfHeads | None:
         """`forward` of a student's and a teacher's logits, and their forward KL, in one pass; None:
         there is none, and `BackwardRequest.teacher` is not read. The masses of both score a column
-        by `request.filter`. Both exchange their bounds, the student first."""
+        by `request.filter`. `request.screen` is of the teacher's logits alone. Both exchange their
+        bounds, the student first."""
         ...
 
     def gains_by_screening(self, num_tokens: int, num_columns: int, dim: int) -> bool:

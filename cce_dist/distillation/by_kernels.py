@@ -26,6 +26,7 @@ from cce_dist.core.types import Head, Tokens, Upstream
 from cce_dist.distillation.divergences import Sums
 from cce_dist.distillation.function import Objective, Teacher, merge, require_equal_sizes
 from cce_dist.distillation.sweep import FirstPass
+from cce_dist.options import Screen
 from cce_dist.ranks.gather import gather_bounds
 from cce_dist.ranks.transport import group_size
 
@@ -38,6 +39,7 @@ class _Heads:
     head: Head
     teacher: tuple[Tokens, Head]
     rule: ColumnFilter
+    screen: Screen | None  # of the teacher's logits; None: they are full
     room: Room
 
     @classmethod
@@ -58,15 +60,22 @@ class _Heads:
         tokens, head = call.tokens(hidden), call.head(weight, bias)
         of_teacher, _ = plan.gather_hidden(teacher.hidden, defer_fill=False)
         scale = teacher.logit_scale / T
+        screen = None
+        # All ranks decide alike.
+        share = head.vocab_size // group_size(plan.group)
+        if objective.screens and plan.backend.gains_by_screening(
+            len(tokens), share, teacher.weight.shape[1]
+        ):
+            screen = Screen()
         teacher_head = Head(
-            *(teacher.weight, teacher.bias, None, head.vocab_size, teacher.softcap, scale),
-            quantized=teacher.quantized,
+            teacher.weight, teacher.bias, None, head.vocab_size, teacher.softcap, scale
         )
         return cls(
             tokens=tokens,
             head=replace(head, logit_scale=head.logit_scale / T),
             teacher=(replace(tokens, hidden=of_teacher), teacher_head),
             rule=ColumnFilter(plan.threshold, False, plan.options.filter.tail, plan.options.draws),
+            screen=screen,
             room=plan.room(tokens, head),
         )
 
@@ -75,7 +84,7 @@ class _Heads:
         bounds = None
         if group_size(plan.group) > 1:
             bounds = functools.partial(gather_bounds, group=plan.group)
-        return ForwardRequest(plan.wanted, self.rule, None, bounds, None, self.room)
+        return ForwardRequest(plan.wanted, self.rule, self.screen, bounds, None, self.room)
 
     def warm_up(self, call: Call, weight: torch.dtype, needs: tuple[bool, ...]) -> None:
         """Lets the backend compile all kernels at once, before the first step. No collectives.

@@ -81,7 +81,7 @@ def num_vectors(plan: Plan) -> int:
 def _bind(key: str, objective: tuple[Any, ...], of_teacher: tuple[float | None, float]) -> str:
     """Makes the key of a compiled call, once, when the call is traced.
 
-    Args: objective: divergence, beta, temperature, alpha, takes_tiles.
+    Args: objective: divergence, beta, temperature, alpha, screens, takes_tiles.
     """
     name, beta, *others = objective
     bound = Bound(key, Objective(Divergences(name, beta), *others), of_teacher)
@@ -122,7 +122,8 @@ def compute(
     shape = validation.check_targets(targets, hidden, options, size)
     validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
     validation.check_weights(token_weight, None, shape, shard, hidden, options)
-    teacher = teacher_of(hidden, *of_teacher, weight.shape[0], shard, logits)
+    screens = objective.screens
+    teacher = teacher_of(hidden, *of_teacher, weight.shape[0], shard, logits, screens)
     picked = pick_tokens(targets, options, pick_on_device)
     assert picked.rows is not None and picked.count is not None
     validation.check_target_range(picked.targets, shard.vocab_size, options.ignore_index)
@@ -136,9 +137,9 @@ def compute(
         alpha = 0.0
     numbers = map(constant, (divergences.beta, objective.temperature, alpha))
     tiles = _takes_tiles(of_tiles, hidden.dtype, hidden.device.type)
-    of_objective = (divergences.name, *numbers, tiles)
+    of_objective = (divergences.name, *numbers, screens, tiles)
     of_logits = (constant(teacher.softcap), constant(teacher.logit_scale))
-    value, nll, _, _ = torch.ops.cce_dist.distill(
+    value, nll, screened, _, _ = torch.ops.cce_dist.distill(
         flat,
         weight,
         bias,
@@ -155,7 +156,7 @@ def compute(
             flat, weight, bias, None, None, *tokens, [*needs, False], key
         )
         nll = of_nll[0]
-    return Computed(value, nll if objective.alpha else None, terms, picked, shape)
+    return Computed(value, nll if objective.alpha else None, terms, picked, shape, screened)
 
 
 @torch.library.custom_op(
@@ -163,7 +164,7 @@ def compute(
     mutates_args=(),
     schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, "
     "Tensor teacher_weight, Tensor? teacher_bias, Tensor rows, Tensor local_targets, "
-    "Tensor count, bool[] needs, str key) -> (Tensor, Tensor, Tensor[], Tensor[])",
+    "Tensor count, bool[] needs, str key) -> (Tensor, Tensor, Tensor, Tensor[], Tensor[])",
 )
 def distill(
     hidden: Tensor,
@@ -177,11 +178,12 @@ def distill(
     count: Tensor,
     needs: list[bool],
     key: str,
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
     """Runs the forward of `Distill` or `DistillByKernels`.
 
-    Returns: divergence, nll (empty without alpha), the vectors for the backward, and the scores'
-        tensors. Each vector is [N] over all tokens, first the tokens that count.
+    Returns: divergence, nll (empty without alpha), `Computed.screened`, the vectors for the
+        backward, and the scores' tensors. Each vector is [N] over all tokens, first the tokens
+        that count.
     """
     bound, size = _BOUND[key], len(rows)
     plan = bound.plan(hidden, size)
@@ -191,13 +193,15 @@ def distill(
     function = DistillByKernels if is_by_kernels(plan) else Distill
     with torch.autocast(hidden.device.type, enabled=False):
         outputs = function.forward(ctx, hidden, weight, bias, teacher, call, bound.objective)
-    value, nll = outputs[:2]
+    value, nll, screened = outputs
+    if screened is None:
+        screened = hidden.new_zeros((), dtype=torch.bool)
     first, last = NUM_INPUTS, NUM_INPUTS + num_vectors(plan)
     vectors = [padded(x, size) for x in ctx.saved_tensors[first:last]]
     state = list(ctx.saved_tensors[last:]) if any(needs) else []
     outputs = [padded(value, size), value.new_empty(0) if nll is None else padded(nll, size)]
     value, nll, *others = apart([*outputs, *vectors, *state])
-    return value, nll, others[: len(vectors)], others[len(vectors) :]
+    return value, nll, screened, others[: len(vectors)], others[len(vectors) :]
 
 
 @distill.register_fake
@@ -213,7 +217,8 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tupl
 
     scores = bound.scores_like(plan, size, weight) if any(needs) else None
     vectors = [vector() for _ in range(num_vectors(plan))]
-    return vector(), vector(bound.objective.alpha > 0), vectors, take_apart(scores)[1]
+    flag = hidden.new_empty((), dtype=torch.bool)
+    return vector(), vector(bound.objective.alpha > 0), flag, vectors, take_apart(scores)[1]
 
 
 @torch.library.custom_op(
@@ -273,7 +278,7 @@ def _(*arguments: Any) -> list[Tensor]:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     *tensors, needs, key = inputs
-    _, _, vectors, state = output
+    *_, vectors, state = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *vectors, *state)
     ctx.needs, ctx.key, ctx.num_vectors = needs, key, len(vectors)

@@ -13,7 +13,7 @@ from cce_dist.algorithm.once import once_differentiable, outside_autocast
 from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.choose import TORCH, choose_backend
 from cce_dist.core.stats import Stats, logaddexp_parts
-from cce_dist.core.types import Head, QuantizedRows, Tokens
+from cce_dist.core.types import Head, Tokens
 from cce_dist.distillation.divergences import Divergences, Sums
 from cce_dist.distillation.sweep import (
     FirstPass,
@@ -41,7 +41,6 @@ class Teacher(NamedTuple):
     bias: Tensor | None  # [V_local]
     softcap: float | None
     logit_scale: float
-    quantized: QuantizedRows | None = None  # the weight's rows in 8 bits, for kernels
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class Objective:
     divergences: Divergences
     temperature: float
     alpha: float
+    screens: bool = False  # the teacher's logits, where kernels compute both heads and it pays
     # Where no kernel computes both heads, kernels compute what follows the products.
     takes_tiles: bool = False
 
@@ -72,11 +72,12 @@ class Computed(NamedTuple):
     terms: TokenLoss
     picked: PickedTokens
     shape: torch.Size  # targets'
-    screened: Tensor | None = None  # [] bool; None: the teacher's logits are in full precision
+    screened: Tensor | None = None  # [] bool: the teacher's logits are; None: they are not
 
 
 class Distill(torch.autograd.Function):
-    """Outputs: each token's divergence and, if alpha > 0, nll at temperature 1, [N]; else None."""
+    """Outputs: each token's divergence, [N]; nll at temperature 1 if alpha > 0, else None; None for
+    `Computed.screened`."""
 
     @staticmethod
     def forward(
@@ -102,7 +103,7 @@ class Distill(torch.autograd.Function):
         ctx.softcap_and_scale = teacher[3:5]
         ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *vectors)
         ctx.set_materialize_grads(False)
-        return value.clone(), nll
+        return value.clone(), nll, None
 
     @staticmethod
     @once_differentiable
@@ -112,7 +113,7 @@ class Distill(torch.autograd.Function):
         call, needs = ctx.call, ctx.needs_input_grad
         teacher = Teacher(*saved[:3], *ctx.softcap_and_scale)
         student_lse, teacher_lse, mean, lse = saved[3:]
-        of_divergence, of_nll = grads
+        of_divergence, of_nll = grads[:2]
         if of_divergence is None:
             of_divergence = torch.zeros_like(mean)
         pair = pair_of(hidden, weight, bias, teacher, call, ctx.objective)

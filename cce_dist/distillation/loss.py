@@ -21,11 +21,11 @@ from cce_dist.frontend import validation
 from cce_dist.frontend.eager import compute as compute_loss
 from cce_dist.frontend.inputs import Inputs, options_of
 from cce_dist.frontend.prepare import enter, local_targets_of, narrow, validate
-from cce_dist.frontend.quantized import QuantizedWeight
 from cce_dist.frontend.reduction import PickedTokens, TokenLoss, gathered, pick_tokens
 from cce_dist.options import (
     Backend,
     Filter,
+    LogitsMode,
     LossOptions,
     Reduction,
     Screen,
@@ -87,7 +87,7 @@ def linear_distillation(
     shift: int = 0,
     gradient: GradientOfBoth = "filtered",
     filter: Filter = Filter(),  # noqa: B008 - frozen
-    quantized_teacher_weight: QuantizedWeight | None = None,
+    logits: LogitsMode = "full",
     stats: tuple[DistillationStat, ...] = (),
     backend: Backend = "auto",
     workspace_bytes: int | None = None,
@@ -118,11 +118,12 @@ def linear_distillation(
         gradient: "filtered" lets the kernels replace columns where both models have little mass by
             the product of their marginals; "exact" computes every column.
         filter: `Filter` of both models' mass together, without `eps`.
-        quantized_teacher_weight: `quantize_weight(teacher_weight, teacher_hidden)`, made once of a
-            teacher that does not change, V_local (D_teacher + 8) bytes. For forward KL with
-            filtered gradients alone. Kernels then multiply the teacher's hidden states by it, in 8
-            bits; columns of much mass get exact logits. If 8 bits would err too much in this call,
-            and without kernels, all logits are in full precision: stat "screened" says so.
+        logits: "screened" lets the kernels compute the teacher's logits in 8 bits, and those of
+            columns of much mass exactly; for forward KL with filtered gradients, of a teacher in
+            bf16 or fp16. Logits are full without kernels, where 8 bits would err too much, and
+            where quantising the teacher's weight would take longer than it saves
+            (docs/guide/modes.md#when-a-call-is-computed-in-full, D: the teacher's): stat "screened"
+            says which. The forward holds V_local (D_teacher + 8) bytes more.
         backend: "auto", "torch", or "triton", which takes no float64.
         group, vocab_shard, sequence_parallel, token_weight, ignore_index, reduction, shift,
             workspace_bytes: as in `linear_cross_entropy`; with sequence_parallel both hidden states
@@ -140,8 +141,8 @@ def linear_distillation(
         of `linear_cross_entropy` for the nll. With sequence_parallel all-gathers of both hidden
         states in forward and backward.
     Errors: on Hopper, in 16 bits and without softcaps, a token's KL is off by some 1e-4 nats, and
-        may be below 0 between nearly equal models; gradients do not depend on it. With an 8-bit
-        teacher it is off by some 1e-3 nats, and gradients by 2e-3 to 5e-3 of themselves.
+        may be below 0 between nearly equal models; gradients do not depend on it. With screened
+        logits it is off by some 1e-3 nats, and gradients by 2e-3 to 5e-3 of themselves more.
     Determinism: the loss is bitwise equal on all ranks and from run to run.
     """
     objective = objective_of(divergence, beta, temperature, alpha)
@@ -159,6 +160,7 @@ def linear_distillation(
         logit_scale=logit_scale,
         gradient=gradient,
         filter=filter,
+        logits=logits,
         screen=Screen(),
         backend=backend,
         workspace_bytes=workspace_bytes,
@@ -168,17 +170,17 @@ def linear_distillation(
             f"filter of linear_distillation must keep columns by mass, got eps={filter.eps!r}: use "
             "Filter.keep"
         )
-    logits = teacher_logits(teacher_softcap, teacher_logit_scale)
-    for name, scale in (("logit_scale", options.logit_scale), ("teacher_logit_scale", logits[1])):
+    options, objective = _with_teacher_screened(options, objective)
+    of_logits = teacher_logits(teacher_softcap, teacher_logit_scale)
+    scales = {"logit_scale": options.logit_scale, "teacher_logit_scale": of_logits[1]}
+    for name, scale in scales.items():
         text = f"{name}={scale!r} / temperature={objective.temperature!r}"
         require_factor(text, scale / objective.temperature)
     inputs, options, group, vocab_shard, parts = enter(inputs, options, group, vocab_shard)
     of_teacher = (teacher_hidden, teacher_weight, teacher_bias)
     of_teacher = local_teacher(hidden, weight, *of_teacher, parts)
     options, of_tiles = _backends_of(options, objective, of_teacher[1])
-    arguments = (inputs, of_teacher, logits, options, group, vocab_shard, objective, of_tiles)
-    if quantized_teacher_weight is not None:
-        _check_quantized(quantized_teacher_weight, objective, options, inputs.hidden)
+    arguments = (inputs, of_teacher, of_logits, options, group, vocab_shard, objective, of_tiles)
     if is_traced():
         # The module imports the compiler, which a tracing caller has imported already.
         from cce_dist.distillation.compiled import compute as trace
@@ -191,7 +193,7 @@ def linear_distillation(
 
                 computed = trace(*arguments)
             else:
-                computed = compute(*arguments, quantized_teacher_weight)
+                computed = compute(*arguments)
     result = output_of(computed, (reduction, options.shift, stats, alpha))
     return result if parts is None else parts.wrap(result)
 
@@ -205,7 +207,6 @@ def compute(
     vocab_shard: VocabShard | None,
     objective: Objective,
     of_tiles: Backend,
-    quantized: QuantizedWeight | None = None,
 ) -> Computed:
     """Computes each token's values of plain tensors eagerly.
 
@@ -213,7 +214,7 @@ def compute(
     """
     hidden, weight, targets, bias, token_weight = inputs[:5]
     ranks, shard, shape = validate(inputs, options, group, vocab_shard)
-    teacher = teacher_of(hidden, *of_teacher, len(weight), shard, logits, quantized)
+    teacher = teacher_of(hidden, *of_teacher, len(weight), shard, logits, objective.screens)
     objective = replace(objective, takes_tiles=takes_tiles(of_tiles, hidden))
     plan = plan_of(hidden, targets.numel(), options, ranks, shard)
     picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
@@ -226,12 +227,12 @@ def compute(
         by_kernels = plan.backend.forward_of_heads is not None
         if by_kernels and objective.alpha and objective.temperature != 1:
             # Two temperatures are two softmaxes of the student.
-            value, _, *screened = DistillByKernels.apply(*tensors, replace(objective, alpha=0.0))
+            value, _, screened = DistillByKernels.apply(*tensors, replace(objective, alpha=0.0))
             nll = _nll(inputs, options, ranks, shard, picked.rows)
         else:
             function = DistillByKernels if by_kernels else Distill
-            value, nll, *screened = function.apply(*tensors, objective)
-    return Computed(value, nll, terms, picked, shape, *screened)
+            value, nll, screened = function.apply(*tensors, objective)
+    return Computed(value, nll, terms, picked, shape, screened)
 
 
 def _call_of(plan: Plan, picked: PickedTokens, hidden: Tensor) -> Call:
@@ -265,19 +266,23 @@ def _nll(
     return gathered(losses, rows, inputs.targets.shape, options.shift)
 
 
-def _check_quantized(
-    quantized: object, objective: Objective, options: LossOptions, hidden: object
-) -> None:
-    name = "quantized_teacher_weight"
-    if not isinstance(quantized, QuantizedWeight):
-        raise ValueError(f"{name} must be a cce_dist.QuantizedWeight, got {type(quantized)}")
-    if is_traced() or is_fake(hidden):
-        raise ValueError(f"{name} must be None within torch.compile")
-    if objective.divergences.name != "forward_kl" or options.gradient == "exact":
+def _with_teacher_screened(
+    options: LossOptions, objective: Objective
+) -> tuple[LossOptions, Objective]:
+    """Returns the options of the student's logits, which are always full, and the objective, which
+    knows whether the teacher's are screened.
+
+    Raises:
+        ValueError: they cannot be.
+    """
+    if options.logits == "full":
+        return options, objective
+    if objective.divergences.name != "forward_kl":
         raise ValueError(
-            f'{name} has no effect but for divergence="forward_kl" with gradient="filtered", got '
-            f"{objective.divergences.name!r} with {options.gradient!r}; leave it out"
+            'logits="screened" of linear_distillation needs divergence="forward_kl", got '
+            f'{objective.divergences.name!r}; use logits="full"'
         )
+    return replace(options, logits="full"), replace(objective, screens=True)
 
 
 def _backends_of(

@@ -12,7 +12,6 @@ from cce_dist.frontend import validation
 from cce_dist.frontend.dtensor import LocalParts, arrived, is_dtensor
 from cce_dist.frontend.inputs import options_of
 from cce_dist.frontend.prepare import cast_by_autocast
-from cce_dist.frontend.quantized import QuantizedWeight
 from cce_dist.options import Filter, Screen
 from cce_dist.vocab_shard import VocabShard
 
@@ -89,10 +88,11 @@ def teacher_of(
     num_weight_rows: int,  # of the student's weight on this rank, its padding included
     shard: VocabShard,
     logits: tuple[float | None, float],  # of `teacher_logits`
-    quantized: QuantizedWeight | None = None,
+    screens: bool = False,
 ) -> Teacher:
     """Checks the teacher's arguments, and cuts off padding.
 
+    Args: screens: its logits may be computed in 8 bits.
     Raises:
         ValueError: an argument is not supported; the message says which.
     """
@@ -119,6 +119,11 @@ def teacher_of(
         raise ValueError(
             f"teacher_weight must have teacher_hidden's dtype {teacher_hidden.dtype}, got "
             f"{teacher_weight.dtype}"
+        )
+    if screens and teacher_hidden.dtype.itemsize > 2:
+        raise ValueError(
+            'teacher_hidden must be bf16 or fp16 with logits="screened", whose 8 bits would lose '
+            f'other digits, got {teacher_hidden.dtype}; use logits="full"'
         )
     num_classes, num_rows = shard.num_classes, teacher_weight.shape[0]
     if num_rows < num_classes:
@@ -147,12 +152,9 @@ def teacher_of(
                 f"{name} must not require grad: linear_distillation has gradients by the student's "
                 "tensors alone; compute the teacher under torch.no_grad(), or pass detach()"
             )
-    if quantized is not None:
-        quantized.require_copy_of("teacher_weight", teacher_weight, num_classes)
     return Teacher(
         teacher_hidden.reshape(-1, shape[-1]),
         teacher_weight[:num_classes],
         None if teacher_bias is None else teacher_bias[:num_classes],
         *logits,
-        None if quantized is None else quantized.rows,
     )

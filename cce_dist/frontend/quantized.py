@@ -90,32 +90,24 @@ class QuantizedWeight:
                 f"quantized_weight was made for screen={self.screen}, got screen={options.screen}; "
                 "make it anew with quantize_weight(weight, screen=...)"
             )
-        self.require_copy_of("weight", weight, num_classes)
-
-    def require_copy_of(self, name: str, weight: Tensor, num_classes: int) -> None:
-        """Checks that this is a copy of the argument `name` and of its present values.
-
-        Raises:
-            ValueError: it is not.
-        """
-        copy, num_rows, dim = f"quantized_{name}", len(self.rows.values), len(self.rows.centre)
+        num_rows, dim = len(self.rows.values), len(self.rows.centre)
         shape = num_classes, weight.shape[1]
         if (num_rows, dim) != shape or weight.dtype != self.dtype:
             raise ValueError(
-                f"{copy} must have the {num_classes} rows of {name} that are no padding, each of "
-                f"{shape[1]} numbers of {weight.dtype}, got {num_rows} rows of {dim} numbers of "
-                f"{self.dtype}; make it anew with quantize_weight"
+                f"quantized_weight must have the {num_classes} rows of weight that are no padding, "
+                f"each of {shape[1]} numbers of {weight.dtype}, got {num_rows} rows of {dim} "
+                f"numbers of {self.dtype}; make it anew with quantize_weight"
             )
         if self.storage() is not weight.untyped_storage() or _address(weight) != self.address:
             raise ValueError(
-                f"{copy} is of another tensor than {name} (under autocast each call casts {name} "
-                f"to a new tensor); quantise the tensor that you pass as {name}, or leave {copy} "
-                "out"
+                "quantized_weight is of another tensor than weight (under autocast each call casts "
+                "weight to a new tensor); quantise the tensor that you pass as weight, or leave "
+                "quantized_weight out"
             )
         if version_of(weight) != self.version:
             raise ValueError(
-                f"{copy} is of earlier values of {name}, which has changed since; call "
-                f"{copy}.refresh({name}) after the change"
+                "quantized_weight is of earlier values of weight, which has changed since; call "
+                "quantized_weight.refresh(weight) after the change"
             )
 
 
@@ -251,8 +243,7 @@ def quantize_weight(
     screen: Screen = Screen(),  # noqa: B008 - frozen
     backend: Backend = "auto",
 ) -> QuantizedWeight:
-    """Quantises the weight's rows, for `linear_cross_entropy(..., quantized_weight=...)` and for
-    `linear_distillation(..., quantized_teacher_weight=...)`.
+    """Quantises the weight's rows, for `linear_cross_entropy(..., quantized_weight=...)`.
 
     Args:
         hidden: some hidden states. They give a mean, which the loss subtracts from its own hidden

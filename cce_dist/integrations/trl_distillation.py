@@ -111,23 +111,26 @@ class Distillation:
             self.said.add(reason)
             logger.warning("%s keeps TRL's own loss: %s", trainer, reason)
 
-    def _count(self, trainer: str, instead: str, divergence: str) -> None:
+    def _count(self, trainer: str, instead: str, keywords: dict[str, Any]) -> None:
         """Counts a loss; a trainer's first one is logged."""
         self.calls += 1
         if trainer not in self.said:
             self.said.add(trainer)
             logger.info(
-                "cce_dist.linear_distillation, %s, gradient %r, computes the loss of TRL %s's %s "
-                "in place of %s; cce_dist.integrations.trl.remove() switches it off",
-                *(divergence, self.options.gradient, self.version, trainer, instead),
+                "cce_dist.linear_distillation, %s, gradient %r, logits %r, computes the loss of "
+                "TRL %s's %s in place of %s; cce_dist.integrations.trl.remove() switches it off",
+                *(keywords["divergence"], keywords["gradient"], keywords.get("logits", "full")),
+                *(self.version, trainer, instead),
             )
 
     def _keywords(self, beta: float) -> dict[str, Any]:
         """Returns options of `linear_distillation`. TRL's beta between 0 and 1 is its `beta`."""
         keywords = keywords_of(self.options, of_tokens=True)
         keywords = {x: keywords[x] for x in ("gradient", "filter", "backend", "workspace_bytes")}
-        if beta in (0, 1):
-            return {**keywords, "divergence": "reverse_kl" if beta else "forward_kl"}
+        if beta == 0:
+            return {**keywords, "divergence": "forward_kl", "logits": self.options.logits}
+        if beta == 1:
+            return {**keywords, "divergence": "reverse_kl"}
         return {**keywords, "divergence": "jsd", "beta": beta}
 
     # -- DistillationTrainer -----------------------------------------------------------------------
@@ -165,7 +168,7 @@ class Distillation:
             teacher_logit_scale, teacher_final_logit_softcapping, 1.0
         )
         keywords = self._keywords(beta)
-        self._count("DistillationTrainer", f"{KERNELS}.{FUNCTION}", keywords["divergence"])
+        self._count("DistillationTrainer", f"{KERNELS}.{FUNCTION}", keywords)
         divergence: Any = linear_distillation(
             student_hidden,
             student_weight,
@@ -277,7 +280,7 @@ class Distillation:
         if is_deferred and (num_items_in_batch is not None or reduction in REDUCTIONS):
             keywords = {**self._keywords(beta), "temperature": temperature, "reduction": "sum"}
             instead = f"{GKD}.{TRAINER}.generalized_jsd_loss"
-            self._count(TRAINER, instead, keywords["divergence"])
+            self._count(TRAINER, instead, keywords)
             targets = None if labels is None else torch.where(labels == IGNORED, IGNORED, 0)
             loss = _of_deferred(*deferred, targets, keywords)
             if num_items_in_batch is not None:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from cce_dist import VocabShard, linear_distillation
 from megatron_patch.errors import PatchError
-from megatron_patch.head import IGNORED, HeadFunction, add_to_main_grad, require_plain_loss
+from megatron_patch.head import IGNORED, HeadFunction, add_to_main_grad
 from megatron_patch.options import PatchOptions
 from megatron_patch.replaced import computing, options_of
 from megatron_patch.seams import LOSS
@@ -54,7 +54,8 @@ def distillation_loss(
     rank makes logits of either.
 
     softcap is each model's own, as `apply` has set it. vocab_size, gradient, backend and
-    workspace_bytes are those of the student. Rows of padding are classes unless vocab_size is set.
+    workspace_bytes are those of the student, and so is logits, which says how the teacher's are
+    computed. Rows of padding are classes unless vocab_size is set.
 
     Args:
         student: a patched model, wrapped or not. On a pipeline stage without its head the result is
@@ -138,6 +139,7 @@ def head_distillation(
         ignore_index=IGNORED,
         reduction="none",
         gradient=options.gradient,  # pyright: ignore[reportArgumentType]
+        logits=options.loss.logits,
         backend=options.loss.backend,
         workspace_bytes=options.workspace_bytes,
     )
@@ -256,7 +258,10 @@ def _require_pair(learner: Any, tutor: Any) -> None:
                 f"{name} must not have heads of multi-token prediction, got "
                 f"mtp_num_layers={model.config.mtp_num_layers}: build it without them"
             )
-    require_plain_loss(options["student"], "distillation")
+    if options["student"].check_ranks:
+        raise PatchError(
+            "check_ranks=True has no distillation: apply the patch to the student without it"
+        )
     size = options["student"].vocab_size
     values = {
         "tensor-parallel ranks": lambda x: dist.get_process_group_ranks(layers[x].tp_group),

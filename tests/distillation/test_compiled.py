@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cce_dist import VocabShard, linear_distillation
-from cce_dist.testing import DTYPES, TRITON_PLACES, Place, shared_pool
+from cce_dist.testing import DTYPES, TORCH_CPU, TRITON_PLACES, Place, shared_pool
 from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, upstream_of
 from tests.frontend.compile.compile_cases import WARNING
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{WARNING}:DeprecationWarning")
-RELATIVE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-6}
+RELATIVE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
 MARKS = {"cpu": [], "cuda": [pytest.mark.gpu]}
 CALLS: dict[str, dict[str, Any]] = {
     "all": {},
@@ -74,6 +74,22 @@ def test_eager_torch(divergence: str, call: str) -> None:
 )
 def test_kernels(place: Place, dtype: str, call: str) -> None:
     check_compiled(Both.make(DTYPES[dtype], place.device), **place.options, **CALLS[call])
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(TORCH_CPU, id="torch"),
+        *(pytest.param(x, id=str(x), marks=MARKS[x.device]) for x in TRITON_PLACES),
+    ],
+)
+def test_screened(place: Place) -> None:
+    both = Both.make(torch.float16, place.device)
+    stats = ("divergence", "screened")
+    options = {**place.options, "logits": "screened", "stats": stats, "temperature": 1.0}
+    check_compiled(both, **options)
+    is_screened = both.run(both.leaves(), **options).screened
+    assert bool(is_screened) == (place is not TORCH_CPU)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)

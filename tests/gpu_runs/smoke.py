@@ -82,7 +82,7 @@ _TESTS: dict[str, tuple[str, ...]] = {
         "triton_cuda",
     ),
     "distillation/test_by_kernels.py::test_filtered_over_two_gpus": ("[True]",),
-    "distillation/test_quantized_teacher.py::test_errors_are_at_most_those_of_dense_bf16": (
+    "distillation/test_screened_teacher.py::test_errors_are_at_most_those_of_dense_bf16": (
         *("triton_cuda-plain", "triton_cuda-softcaps"),
     ),
     "distillation/test_tiles.py::test_values_and_gradients_are_those_of_dense_logits": (
@@ -181,7 +181,7 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
     "distillation/test_by_kernels.py::test_values_and_gradients_are_those_of_dense_logits": (
         "teacher_forward_kernel",
     ),
-    "distillation/test_quantized_teacher.py::test_errors_are_at_most_those_of_dense_bf16": (
+    "distillation/test_screened_teacher.py::test_errors_are_at_most_those_of_dense_bf16": (
         *("refuse_kernel", "large_columns_kernel", "large_parts_kernel", "correct_kernel"),
     ),
     "distillation/test_tiles.py::test_values_and_gradients_are_those_of_dense_logits": (

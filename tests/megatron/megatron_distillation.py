@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_patch
+from cce_dist import linear_distillation
 from cce_dist.reference import divergence_reference
 from megatron_patch import PatchError, distillation_loss
+from megatron_patch.distillation import loss as of_losses
 from tests.megatron.megatron_head import Check, changed
 from tests.megatron.megatron_jobs import build, grads_of, make_config, wrap
 from tests.megatron.megatron_setup import BATCH, CLASSES, HIDDEN, SEQUENCE, Setup, megatron
@@ -210,6 +212,35 @@ def in_bf16_from_a_teacher_in_fp32() -> None:
     megatron_patch.apply(wrapped, gradient="exact")
     losses = distillation_loss(student, wrapped, *inputs()[0], labels=inputs()[1])
     assert (losses - expected).norm() < 4e-2 * expected.norm()
+
+
+@check(IN_BF16)
+def screened_teacher() -> None:
+    """The student's option says how the teacher's logits are computed."""
+    from megatron.core.transformer.module import Float16Module
+
+    _, student, teacher, _, _ = make_jobs(IN_BF16)
+    wrapped = Float16Module(make_config(IN_BF16), make_teacher(IN_BF16)).eval()
+    megatron_patch.apply(wrapped)
+    given, labels = inputs()
+    full = distillation_loss(student, wrapped, *given, labels=labels)
+    megatron_patch.remove()
+    megatron_patch.apply(student, logits="screened")
+    megatron_patch.apply([wrapped, teacher])
+    asked: list[Any] = []
+
+    def note(*tensors: Any, **options: Any) -> Any:
+        asked.append(options["logits"])
+        return linear_distillation(*tensors, **options)
+
+    with changed(of_losses, linear_distillation=note):
+        losses = distillation_loss(student, wrapped, *given, labels=labels)
+    # Without kernels they are full.
+    assert asked == ["screened"] and torch.allclose(losses, full, rtol=1e-5)
+    with pytest.raises(ValueError, match="needs divergence=\"forward_kl\", got 'jsd'"):
+        distillation_loss(student, wrapped, *given, labels=labels, divergence="jsd")
+    with pytest.raises(ValueError, match="teacher_hidden must be bf16 or fp16 with logits="):
+        distillation_loss(student, teacher, *given, labels=labels)
 
 
 def whole(sharded: Any) -> Tensor:

@@ -35,9 +35,9 @@ from cce_dist.backends.triton.screened.steps import (
     Screened,
     add_exact_columns,
     add_exact_stats,
+    eight_bits_of,
     guard,
     sum_exact_columns,
-    with_eight_bits,
 )
 from cce_dist.backends.triton.screened.tail_error import correct_tail
 from cce_dist.backends.triton.tokens.order import in_similar_order
@@ -74,7 +74,8 @@ def forward(
         sums = None if wait_for_sums is None else wait_for_sums()
     rounding = None
     if screen is not None:
-        state, rounding = with_eight_bits(state, screen, sums)
+        eight, rounding = eight_bits_of(state, screen, sums)
+        state = replace(state, eight=eight)
     buffers, launches = state.buffers, state.launches(bounds is not None)
     shard_lower = buffers.lower if bounds is None else buffers.lower.clone()
     for launch in launches:

@@ -75,7 +75,6 @@ def warm_up(
     key = (
         *_traits(tokens, head),
         *(None if teacher is None else _traits(*teacher), tokens.scale is None),
-        None if teacher is None else _dtype_of_copy(teacher[1]),
         *(request.wanted, request.screen, type(store), rule and replace(rule, threshold=1.0)),
         *(kind, replace(backward, hidden=None)),
         *(num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks)),
@@ -120,10 +119,6 @@ def _traits(tokens: Tokens, head: Head) -> tuple[object, ...]:
         *(head.bias is None, head.class_weight is None, head.softcap is None),
         *(weight.device, weight.dtype, weight.shape, weight.stride(), tokens.hidden.stride()),
     )
-
-
-def _dtype_of_copy(head: Head) -> torch.dtype | None:
-    return None if head.quantized is None else head.quantized.values.dtype
 
 
 def _go_through(

@@ -288,12 +288,15 @@ def run(name: str, tokens: int) -> None:
     hidden = torch.randn(tokens, DIM, requires_grad=True)
     weight = torch.randn(COLUMNS, DIM, requires_grad=True)
     targets = torch.randint(COLUMNS, (tokens,))
+    dtype = torch.float32
+    if name == "screened teacher":
+        options["logits"], dtype = "screened", torch.float16
     if name == "exact":
         options |= {"gradient": "exact", "filter": Filter()}
     if name in ("loss", "exact"):
         loss: Any = linear_cross_entropy(hidden, weight, targets, **options)
     else:
-        teacher = torch.randn(tokens, 2 * DIM), torch.randn(COLUMNS, 2 * DIM)
+        teacher = (torch.randn(size, 2 * DIM).to(dtype) for size in (tokens, COLUMNS))
         if name == "with cross-entropy":
             options["alpha"] = 0.3
         loss = linear_distillation(hidden, weight, *teacher, targets, **options)
@@ -302,7 +305,9 @@ def run(name: str, tokens: int) -> None:
 
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("tokens", [TOKENS, 100])
-@pytest.mark.parametrize("name", ["loss", "exact", "distillation", "with cross-entropy"])
+@pytest.mark.parametrize(
+    "name", ["loss", "exact", "distillation", "with cross-entropy", "screened teacher"]
+)
 def test_no_kernel_is_compiled_later(
     name: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

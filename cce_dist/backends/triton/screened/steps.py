@@ -44,10 +44,10 @@ from cce_dist.core.stats import Stats
 from cce_dist.options import TOKEN_BLOCK, Screen
 
 
-def with_eight_bits(
+def eight_bits_of(
     state: ForwardState, screen: Screen, sums: Sums | None
-) -> tuple[ForwardState, Rounding]:
-    """Returns the same forward with 8-bit operands, and the error of each token's logits.
+) -> tuple[EightBit, Rounding]:
+    """Returns the 8-bit operands of a forward, and the error of each token's logits.
 
     Args: sums: of the rows of both sides; None: the head has its 8-bit copy already.
     """
@@ -58,8 +58,7 @@ def with_eight_bits(
     else:
         quantized = head.quantized, *quantize_tokens(hidden, head.quantized, head.logit_scale)
     rows, values, of_tokens, variance = quantized
-    operands = EightBit(values, rows.values, rows.of_rows, of_tokens)
-    return replace(state, eight=operands), Rounding(rows, variance)
+    return EightBit(values, rows.values, rows.of_rows, of_tokens), Rounding(rows, variance)
 
 
 @dataclass(frozen=True)

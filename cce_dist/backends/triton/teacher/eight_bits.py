@@ -19,8 +19,9 @@ from cce_dist.backends.triton.kernels.teacher.eight_bits import (
     refuse_kernel,
 )
 from cce_dist.backends.triton.launch.start import start
-from cce_dist.backends.triton.screened.quantize import quantize_tokens
-from cce_dist.options import TOKEN_BLOCK
+from cce_dist.backends.triton.screened.quantize import Sums
+from cce_dist.backends.triton.screened.steps import eight_bits_of
+from cce_dist.options import TOKEN_BLOCK, Screen
 
 # Logits are computed in full if the error of 8-bit ones, in nats, has a root mean square over
 # tokens above the first, or a standard deviation above the second in one token. int8 has 0.02 on
@@ -46,19 +47,21 @@ class TeacherInEightBits:
 
     @classmethod
     def of(
-        cls, student: ForwardState, teacher: ForwardState, shape: Tensor
-    ) -> TeacherInEightBits | None:
-        """Returns the 8-bit operands of the teacher's forward; None: its head has no 8-bit copy.
+        cls,
+        student: ForwardState,
+        teacher: ForwardState,
+        shape: Tensor,
+        screen: Screen,
+        sums: Sums | None,
+    ) -> TeacherInEightBits:
+        """Quantises the teacher's weight and hidden states.
 
         Args:
             shape: [3] of the forward in full precision, whose blocks become 0 if 8 bits will do.
+            sums: as of `eight_bits_of`.
         """
-        rows, dim = teacher.head.quantized, teacher.weight.shape[1]
-        if rows is None:
-            return None
-        hidden = teacher.packed[:, :dim]
-        values, of_tokens, variance = quantize_tokens(hidden, rows, teacher.head.logit_scale)
-        operands = EightBit(values[:, :dim], rows.values[:, :dim], rows.of_rows, of_tokens)
+        operands, rounding = eight_bits_of(teacher, screen, sums)
+        variance = rounding.variance
         eight, full = torch.empty_like(shape), torch.empty_like(teacher.count)
         start(refuse_kernel, (1,))(
             *(variance, teacher.count, shape, eight, full, MAX_ERROR**2, MAX_OF_TOKEN**2),

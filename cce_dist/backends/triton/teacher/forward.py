@@ -33,11 +33,12 @@ from cce_dist.backends.triton.launch.tiles import (
     takes_tma,
     tiles_for,
 )
+from cce_dist.backends.triton.screened.quantize import Sums, start_sums
 from cce_dist.backends.triton.teacher.eight_bits import TeacherInEightBits
 from cce_dist.backends.triton.tokens.order import in_similar_order
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens, Wanted
-from cce_dist.options import TOKEN_BLOCK
+from cce_dist.options import TOKEN_BLOCK, Screen
 
 # Columns of a tile: two models' products lie in registers side by side.
 COLUMNS = 128
@@ -59,10 +60,16 @@ def forward_of_heads(
     """
     rule, bounds, order = request.filter, request.bounds, None
     assert rule is not None and not rule.by_largest
-    if len(tokens) > TOKEN_BLOCK:
-        tokens, order = in_similar_order(tokens)
-    teacher_tokens = replace(tokens, hidden=teacher[0].hidden)
-    heads = _States.of(tokens, head, teacher_tokens, teacher[1])
+    both = for_kernels(head), for_kernels(teacher[1])
+    wait_for_sums = start_sums(replace(tokens, hidden=teacher[0].hidden), both[1], request.screen)
+    try:
+        if len(tokens) > TOKEN_BLOCK:
+            tokens, order = in_similar_order(tokens)
+        heads = _States.of((tokens, replace(tokens, hidden=teacher[0].hidden)), both)
+    finally:
+        sums = None if wait_for_sums is None else wait_for_sums()
+    if request.screen is not None:
+        heads = heads.in_eight_bits(request.screen, sums)
     launches = heads.student.launches(bounds is not None)
     lowers = [state.buffers.lower for state in heads.states]
     if bounds is not None:
@@ -151,11 +158,12 @@ class _States:
     student: ForwardState
     teacher: ForwardState
     shape: Tensor  # [3] of launches in full precision; no blocks if the teacher's go by 8 bits
-    eight: TeacherInEightBits | None
+    eight: TeacherInEightBits | None  # None: they do not
 
     @classmethod
-    def of(cls, tokens: Tokens, head: Head, teacher_tokens: Tokens, teacher_head: Head) -> _States:
-        head, teacher_head = for_kernels(head), for_kernels(teacher_head)
+    def of(cls, tokens: tuple[Tokens, Tokens], heads: tuple[Head, Head]) -> _States:
+        """Packs the tokens. Args: of the student and of the teacher."""
+        head, teacher_head = heads
         weights = (head.weight, teacher_head.weight)
         tiles = tiles_for(max(weights, key=Tensor.element_size))
         softcaps = head.softcap is not None or teacher_head.softcap is not None
@@ -167,14 +175,17 @@ class _States:
                 each, of, Wanted(), True, None, tiles=tiles, beside=_row_bytes(other.weight)
             )
             for each, of, other in (
-                (tokens, head, teacher_head),
-                (teacher_tokens, teacher_head, head),
+                (tokens[0], head, teacher_head),
+                (tokens[1], teacher_head, head),
             )
         )
-        shape = student.shape
-        if teacher.head.quantized is not None:
-            shape = shape.clone()
-        return cls(student, teacher, shape, TeacherInEightBits.of(student, teacher, shape))
+        return cls(student, teacher, student.shape, None)
+
+    def in_eight_bits(self, screen: Screen, sums: Sums | None) -> _States:
+        """Returns the same states, with the teacher's logits in 8 bits if they will do."""
+        shape = self.shape.clone()
+        eight = TeacherInEightBits.of(self.student, self.teacher, shape, screen, sums)
+        return replace(self, shape=shape, eight=eight)
 
     @property
     def states(self) -> tuple[ForwardState, ForwardState]:
@@ -185,8 +196,8 @@ class _States:
         return self.student.tiles
 
     def launch(self, launch: ForwardLaunch, threshold: float) -> None:
-        """Launches the forward in full precision and, if the teacher has an 8-bit copy, that in 8
-        bits: one of the two has blocks to compute."""
+        """Launches the forward in full precision and, if the teacher is screened, that in 8 bits:
+        one of the two has blocks to compute."""
         portable = self.student.groups == 1 or launch.robust
         way = self._launch_portable if portable else self._launch_hopper
         way(launch, threshold, self.shape, None)
