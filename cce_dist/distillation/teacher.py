@@ -126,6 +126,26 @@ def teacher_of(
             f'other digits, got {teacher_hidden.dtype}; use logits="full"'
         )
     num_classes, num_rows = shard.num_classes, teacher_weight.shape[0]
+    _require_rows(num_rows, num_weight_rows, shard)
+    size = [num_rows]
+    validation.check_vector("teacher_bias", teacher_bias, size, "teacher_weight's rows", hidden)
+    for name, value in (*required.items(), ("teacher_bias", teacher_bias)):
+        if value is not None and value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} must not require grad: linear_distillation has gradients by the student's "
+                "tensors alone; compute the teacher under torch.no_grad(), or pass detach()"
+            )
+    return Teacher(
+        teacher_hidden.reshape(-1, shape[-1]),
+        teacher_weight[:num_classes],
+        None if teacher_bias is None else teacher_bias[:num_classes],
+        *logits,
+    )
+
+
+def _require_rows(num_rows: int, num_weight_rows: int, shard: VocabShard) -> None:
+    """Checks the number of rows of teacher_weight beside that of weight."""
+    num_classes = shard.num_classes
     if num_rows < num_classes:
         raise ValueError(
             f"teacher_weight must have the student's {num_classes} classes of this rank and may "
@@ -144,17 +164,3 @@ def teacher_of(
             f"weight's {num_weight_rows}, on a rank that others follow, got {num_rows} rows: split "
             "the teacher's head where the student's is split"
         )
-    size = [num_rows]
-    validation.check_vector("teacher_bias", teacher_bias, size, "teacher_weight's rows", hidden)
-    for name, value in (*required.items(), ("teacher_bias", teacher_bias)):
-        if value is not None and value.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} must not require grad: linear_distillation has gradients by the student's "
-                "tensors alone; compute the teacher under torch.no_grad(), or pass detach()"
-            )
-    return Teacher(
-        teacher_hidden.reshape(-1, shape[-1]),
-        teacher_weight[:num_classes],
-        None if teacher_bias is None else teacher_bias[:num_classes],
-        *logits,
-    )

@@ -19,7 +19,7 @@ from cce_dist.backends.triton.kernels.filter.column_lists import (
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.types import Head, Tokens
-from cce_dist.options import DRAW_FACTOR, TOKEN_BLOCK
+from cce_dist.options import DRAW_FACTOR, DRAW_FACTOR_OF_TWO, TOKEN_BLOCK
 
 # Of `marks_kernel`: columns a program, blocks whose masses are loaded at once, warps. A thread has
 # two columns, and there are enough threads that their loads hide the memory's latency.
@@ -146,7 +146,7 @@ def marks_of(
         num_blocks,
         words,
         blocks_per_group,
-        threshold * DRAW_FACTOR * looseness,
+        threshold * (DRAW_FACTOR_OF_TWO if teacher else DRAW_FACTOR) * looseness,
         TOKENS=TOKEN_BLOCK,
         BLOCK_V=block,
         AT_ONCE=at_once,
