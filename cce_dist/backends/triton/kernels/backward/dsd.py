@@ -18,8 +18,8 @@ def add_rows(
 ):
     inside = written[:, None] & (dims < D)[None, :]
     out = grad_hidden_ptr + row[:, None] * D + dims[None, :]
-    if is_first == 0:
-        acc += tl.load(out, mask=inside, other=0.0)
+    # A mask, not a branch around the sum: LLVM takes long over so many values of two branches.
+    acc += tl.load(out, mask=inside & (is_first == 0), other=0.0)
     tl.store(out, acc, mask=inside)
 
 
