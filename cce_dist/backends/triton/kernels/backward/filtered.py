@@ -10,7 +10,7 @@ import triton.language as tl
 from cce_dist.backends.triton.kernels.backward.dds import dds_kept_task, unkept_task
 from cce_dist.backends.triton.kernels.backward.dsd import dsd_kept_task
 from cce_dist.backends.triton.kernels.backward.sdd import sdd_kept_task
-from cce_dist.backends.triton.kernels.filter.column_lists import list_task, pair_task
+from cce_dist.backends.triton.kernels.filter.column_lists import list_task
 from cce_dist.backends.triton.kernels.numbers import proxy_fence
 
 
@@ -180,71 +180,67 @@ def filtered_kernel(
             last = tl.load(first_ptr + chunk + 2)
         if turn < num_chunks:
             first = tl.load(first_ptr + chunk)
-        if phase % 2 == 0:
-            dds_tiles = 0
-            num_dsd = 0
+        is_sdd = phase % 2 > 0
+        num_dds = 0
+        num_dsd = 0
+        num_sdd = 0
+        if is_sdd:
+            num_sdd = tl.load(segment_ptr + at + num_blocks)
+            num_lists = tl.maximum(tl.minimum(middle, num_active) - first, 0) * words
+        else:
             if turn > 0:
                 if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
-                    dds_tiles = tl.maximum(tl.minimum(last, num_active) - middle, 0)
-                    dds_tiles = tl.where(is_last & (stage == 1), 0, dds_tiles)
+                    num_dds = tl.maximum(tl.minimum(last, num_active) - middle, 0)
+                    num_dds = tl.where(is_last & (stage == 1), 0, num_dds)
                 if HAS_GRAD_HIDDEN:
                     num_dsd = tl.cdiv(count, TOKENS) * num_slices * pieces
-            num_dds = dds_tiles * dds_slices
             num_lists = tl.where(is_last, 0, (middle - first) * words)
+        dds_tiles = num_dds
+        num_dds *= dds_slices
+        num_products = num_dds + num_dsd + num_sdd
+        task = tl.atomic_add(queue_ptr + phase, 1)
+        while task < num_products + num_lists:
+            # The longest tasks first: tiles of columns that most token blocks keep.
+            if task < num_dds:
+                if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
+                    dds_kept_task(
+                        task, middle, hidden_ptr, rows_ptr, order_ptr, starts_ptr, blocks_ptr,
+                        num_blocks_ptr, pair_rows_ptr, share_ptr, class_weight_ptr, tail_ptr,
+                        tail_bias_ptr, workspace_ptr, grad_weight_ptr, grad_bias_ptr,
+                        grad_scale, dds_tiles, num_tiles, num_blocks, V, D, groups, dds_slices,
+                        at_once, stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K,
+                        LIST_STAGES, PRECISION, TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL,
+                        HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
+                    )  # fmt: skip
+            elif task < num_dds + num_dsd:
+                if HAS_GRAD_HIDDEN:
+                    before = at + num_blocks + 1
+                    dsd_kept_task(
+                        task - num_dds, pieces, turn - 1, middle, last, weight_ptr, starts_ptr,
+                        base_ptr + before, segment_ptr + before, entries_ptr + entries_of_turn,
+                        workspace_ptr, workspace_rows, drawn_sum_ptr, rows_ptr, grad_hidden_ptr,
+                        num_rows, drawn_total_ptr, count, grad_scale, num_tiles, D, stride_wv,
+                        at_once, TOKENS, SLICE, BLOCK_K, LIST_STAGES, PRECISION, USE_TMA, WIDE,
+                        BRANCHES, HAS_DRAWN,
+                    )  # fmt: skip
+            elif task < num_products:
+                sdd_kept_task(
+                    task, turn == 0, seed, first, middle, hidden_ptr, rows_ptr, weight_ptr,
+                    bias_ptr, target_ptr, upstream_ptr, starts_ptr, base_ptr + at,
+                    segment_ptr + at, entries_ptr + other, workspace_ptr, stored_ptr, ref_ptr,
+                    bad_ref_ptr, drawn_sum_ptr, teacher, num_tiles,
+                    num_blocks, D, stride_hn, stride_wv, scale, softcap, TOKENS, SEGMENT,
+                    BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE, HAS_STORED, HAS_BIAS,
+                    HAS_SOFTCAP, HAS_DRAWN, HAS_ENTROPY, HAS_TEACHER, TEACHER_EVEN_K,
+                    TEACHER_HAS_BIAS, TEACHER_HAS_SOFTCAP,
+                )  # fmt: skip
+            else:
+                list_task(
+                    task - num_products, is_sdd, first, bits_ptr, order_ptr, starts_ptr,
+                    base_ptr + at, entries_ptr + other, position_ptr, pair_rows_ptr, max_rows,
+                    num_tiles, num_blocks, words, TILE, HAS_DRAWN,
+                )  # fmt: skip
             task = tl.atomic_add(queue_ptr + phase, 1)
-            while task < num_dds + num_dsd + num_lists:
-                # The longest tasks first: tiles of columns that most token blocks keep.
-                if task < num_dds:
-                    if HAS_GRAD_WEIGHT or HAS_GRAD_BIAS:
-                        dds_kept_task(
-                            task, middle, hidden_ptr, rows_ptr, order_ptr, starts_ptr, blocks_ptr,
-                            num_blocks_ptr, pair_rows_ptr, share_ptr, class_weight_ptr, tail_ptr,
-                            tail_bias_ptr, workspace_ptr, grad_weight_ptr, grad_bias_ptr,
-                            grad_scale, dds_tiles, num_tiles, num_blocks, V, D, groups, dds_slices,
-                            at_once, stride_hn, stride_gv, TOKENS, TILE, SLICE, BLOCK_K,
-                            LIST_STAGES, PRECISION, TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL,
-                            HAS_MEAN, HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
-                        )  # fmt: skip
-                elif task < num_dds + num_dsd:
-                    if HAS_GRAD_HIDDEN:
-                        before = at + num_blocks + 1
-                        dsd_kept_task(
-                            task - num_dds, pieces, turn - 1, middle, last, weight_ptr, starts_ptr,
-                            base_ptr + before, segment_ptr + before, entries_ptr + entries_of_turn,
-                            workspace_ptr, workspace_rows, drawn_sum_ptr, rows_ptr, grad_hidden_ptr,
-                            num_rows, drawn_total_ptr, count, grad_scale, num_tiles, D, stride_wv,
-                            at_once, TOKENS, SLICE, BLOCK_K, LIST_STAGES, PRECISION, USE_TMA, WIDE,
-                            BRANCHES, HAS_DRAWN,
-                        )  # fmt: skip
-                else:
-                    list_task(
-                        task - num_dds - num_dsd, first, bits_ptr, order_ptr, starts_ptr,
-                        base_ptr + at, entries_ptr + other, num_tiles, num_blocks, words, TILE,
-                        HAS_DRAWN,
-                    )  # fmt: skip
-                task = tl.atomic_add(queue_ptr + phase, 1)
-        else:
-            num_sdd = tl.load(segment_ptr + at + num_blocks)
-            num_pairs = tl.maximum(tl.minimum(middle, num_active) - first, 0) * words
-            task = tl.atomic_add(queue_ptr + phase, 1)
-            while task < num_sdd + num_pairs:
-                if task < num_sdd:
-                    sdd_kept_task(
-                        task, turn == 0, seed, first, middle, hidden_ptr, rows_ptr, weight_ptr,
-                        bias_ptr, target_ptr, upstream_ptr, starts_ptr, base_ptr + at,
-                        segment_ptr + at, entries_ptr + other, workspace_ptr, stored_ptr, ref_ptr,
-                        bad_ref_ptr, drawn_sum_ptr, teacher, num_tiles,
-                        num_blocks, D, stride_hn, stride_wv, scale, softcap, TOKENS, SEGMENT,
-                        BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE, HAS_STORED, HAS_BIAS,
-                        HAS_SOFTCAP, HAS_DRAWN, HAS_ENTROPY, HAS_TEACHER, TEACHER_EVEN_K,
-                        TEACHER_HAS_BIAS, TEACHER_HAS_SOFTCAP,
-                    )  # fmt: skip
-                else:
-                    pair_task(
-                        task - num_sdd, first, bits_ptr, starts_ptr, base_ptr + at, position_ptr,
-                        pair_rows_ptr, max_rows, num_tiles, num_blocks, words, TILE, HAS_DRAWN,
-                    )  # fmt: skip
-                task = tl.atomic_add(queue_ptr + phase, 1)
         arrive(arrived_ptr, USE_TMA, IS_INTERPRETED)
         waits = True
         while waits:

@@ -331,6 +331,7 @@ def entries_of(bits_ptrs, inside, row, num_blocks, TILE: tl.constexpr, HAS_DRAWN
 @triton.jit
 def list_task(
     task,
+    is_of_pairs,  # a tile's rows of pairs; else its entries
     first_tile,  # of the chunk
     bits_ptr,  # [num_tiles, 1 + HAS_DRAWN, TILE // 32, num_blocks] int32: see `tiles_kernel`
     order_ptr,  # [num_tiles * TILE] int32
@@ -338,35 +339,6 @@ def list_task(
     base_ptr,  # [num_blocks + 1] int32, of the chunk
     entries_ptr,  # [rows] int32: the blocks' lists, one after the other; an entry is twice the
     # column, plus 1 where it was drawn: out
-    num_tiles,
-    num_blocks,
-    words,
-    TILE: tl.constexpr,
-    HAS_DRAWN: tl.constexpr,
-):
-    """Lists a tile's entries in 64 token blocks' lists of columns."""
-    tile, block, bits_ptrs, row = blocks_of(
-        task, first_tile, bits_ptr, starts_ptr, base_ptr, num_tiles, num_blocks, words, TILE,
-        HAS_DRAWN,
-    )  # fmt: skip
-    inside = block < num_blocks
-    order_ptrs = order_ptr + tile * TILE + tl.arange(0, 32)
-    # A loop, not a wider tensor: the compiler takes as long as the code is.
-    for _ in range(TILE // 32):
-        column = tl.load(order_ptrs)
-        keeps, listed, at, row = entries_of(bits_ptrs, inside, row, num_blocks, TILE, HAS_DRAWN)
-        tl.store(entries_ptr + at, 2 * column[None, :] + listed - keeps, mask=listed > 0)
-        bits_ptrs += num_blocks
-        order_ptrs += 32
-
-
-@triton.jit
-def pair_task(
-    task,
-    first_tile,  # of the chunk
-    bits_ptr,  # [num_tiles, 1 + HAS_DRAWN, TILE // 32, num_blocks] int32: see `tiles_kernel`
-    starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
-    base_ptr,  # [num_blocks + 1] int32, of the chunk
     position_ptr,  # [num_tiles, num_blocks] int16
     pair_rows_ptr,  # [pairs, TILE] int32: the workspace's row of each of a tile's columns; a row
     # of zeros where the block doesn't keep the column: out
@@ -377,20 +349,28 @@ def pair_task(
     TILE: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
 ):
-    """Writes the rows from which DDS of a tile reads the d_logits of 64 token blocks."""
+    """Lists a tile's entries in 64 token blocks' lists of columns; or writes the rows from which
+    DDS of the tile reads the blocks' d_logits."""
+    # One copy of the code for both: the compiler takes as long as the code is.
     tile, block, bits_ptrs, row = blocks_of(
         task, first_tile, bits_ptr, starts_ptr, base_ptr, num_tiles, num_blocks, words, TILE,
         HAS_DRAWN,
     )  # fmt: skip
     inside = block < num_blocks
     position_ptrs = position_ptr + tile.to(tl.int64) * num_blocks + block
-    position = tl.load(position_ptrs, mask=inside, other=-1).to(tl.int32)
+    position = tl.load(position_ptrs, mask=inside & is_of_pairs, other=-1).to(tl.int32)
     pairs_ptr = starts_ptr + (num_blocks + 1) * (num_tiles + 1)
     pair = tl.load(pairs_ptr + tile) - tl.load(pairs_ptr + first_tile) + position
-    place = tl.arange(0, 32)
-    out = pair_rows_ptr + pair[:, None] * TILE + place[None, :]
+    out_ptr = pair_rows_ptr if is_of_pairs else entries_ptr
+    place = tl.arange(0, 32)[None, :]
+    order_ptrs = order_ptr + tile * TILE + place
+    # A loop, not a wider tensor, for the same reason.
     for part in range(TILE // 32):
-        keeps, _, at, row = entries_of(bits_ptrs, inside, row, num_blocks, TILE, HAS_DRAWN)
-        at = tl.where(keeps > 0, at, zeros_at + part * 32 + place[None, :])
-        tl.store(out + part * 32, at, mask=(position >= 0)[:, None])
+        keeps, listed, at, row = entries_of(bits_ptrs, inside, row, num_blocks, TILE, HAS_DRAWN)
+        entry = 2 * tl.load(order_ptrs + part * 32) + listed - keeps
+        own = part * 32 + place
+        value = tl.where(is_of_pairs, tl.where(keeps > 0, at, zeros_at + own), entry)
+        place_of_value = tl.where(is_of_pairs, pair[:, None] * TILE + own, at)
+        written = tl.where(is_of_pairs, (position >= 0)[:, None], listed > 0)
+        tl.store(out_ptr + place_of_value, value, mask=written)
         bits_ptrs += num_blocks

@@ -266,10 +266,11 @@ def exact_columns_kernel(
                     HAS_LARGEST,
                 )  # fmt: skip
             else:
+                # No pairs: their three arguments are unused.
                 list_task(
-                    task - num_exact - num_merge, first, bits_ptr, order_ptr, starts_ptr,
-                    base_ptr + phase * stride, entries_ptr + slot * max_rows, num_tiles, num_blocks,
-                    words, TILE, HAS_DRAWN,
+                    task - num_exact - num_merge, False, first, bits_ptr, order_ptr, starts_ptr,
+                    base_ptr + phase * stride, entries_ptr + slot * max_rows, order_ptr,
+                    entries_ptr, 0, num_tiles, num_blocks, words, TILE, HAS_DRAWN,
                 )  # fmt: skip
             task = tl.atomic_add(queue_ptr + phase, 1)
         arrive(arrived_ptr, False, IS_INTERPRETED)
