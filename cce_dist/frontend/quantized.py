@@ -234,6 +234,8 @@ def version_of(weight: Tensor) -> int:
     return 0 if weight.is_inference() else weight._version
 
 
+# A tensor made in inference mode could not be written by `refresh` outside of it.
+@torch.inference_mode(False)
 @torch.no_grad()
 def quantize_weight(
     weight: Tensor,  # [V_local, D] bf16 | fp16

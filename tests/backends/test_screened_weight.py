@@ -113,6 +113,17 @@ def test_quantized_weight_saves_a_step(place: Place) -> None:
 
 
 @pytest.mark.parametrize(**grid(places=CPU_PLACES))
+def test_a_copy_made_in_inference_mode_is_refreshed_outside(place: Place) -> None:
+    inputs = zipf_inputs(40, 700, 24, generator=generator(), dtype=torch.float16)
+    with torch.inference_mode():
+        kept = quantize_weight(inputs.weight, inputs.hidden, screen=WIDE, **place.options)
+    inputs.weight.mul_(2)
+    kept.refresh(inputs.weight)
+    fresh = quantize_weight(inputs.weight, inputs.hidden, screen=WIDE, **place.options)
+    torch.testing.assert_close(kept.rows.of_rows[0], fresh.rows.of_rows[0], rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize(**grid(places=CPU_PLACES))
 def test_quantized_weight_of_a_padded_shard(place: Place) -> None:
     inputs = zipf_inputs(40, 700, 24, generator=generator(), dtype=torch.float16)
     padded = torch.cat([inputs.weight, torch.full((68, 24), math.nan).half()])

@@ -50,7 +50,6 @@ from cce_dist.backends.triton.forward.largest import largest
 from cce_dist.backends.triton.grads import backward, scale
 from cce_dist.backends.triton.launch import start as launch_start
 from cce_dist.backends.triton.pairs import PART, pair_gradients, pair_logits
-from cce_dist.backends.triton.screened.quantize import quantize_weight
 from cce_dist.backends.triton.stats import forward, statistics_of_segments
 from cce_dist.backends.triton.teacher.forward import forward_of_heads
 from cce_dist.backends.triton.teacher.tiles import KINDS, TileKernels
@@ -380,11 +379,8 @@ def compile_segments() -> None:
         statistics_of_segments(tokens, head_of(Call()), request)
 
 
-def compile_heads(dtype: torch.dtype, bits: torch.dtype | None = None) -> None:
-    """A student and a teacher of another width; in fp32 with all that logits may have.
-
-    Args: bits: of the teacher's 8-bit copy.
-    """
+def compile_heads(dtype: torch.dtype, screen: Screen | None = None) -> None:
+    """A student and a teacher of another width; in fp32 with all that logits may have."""
     everything = dtype == torch.float32
     call = Call(dtype, everything=everything, softcap=30.0 if everything else None)
     _garbage[:] = [call]
@@ -395,11 +391,8 @@ def compile_heads(dtype: torch.dtype, bits: torch.dtype | None = None) -> None:
         Tokens(torch.zeros(TOKENS, each.weight.shape[1], dtype=dtype), None, target)
         for each in heads
     )
-    if bits is not None:
-        rows = quantize_weight(heads[1].weight, None, bits)
-        heads = heads[0], replace(heads[1], quantized=rows)
     rule, room = ColumnFilter(1.0, by_largest=False, tail=True, draws=True), Room(2**26)
-    request = ForwardRequest(Wanted(), rule, None, None, None, room)
+    request = ForwardRequest(Wanted(), rule, screen, None, None, room)
     out = forward_of_heads(tokens, heads[0], (of_teacher, heads[1]), request)
     lse = out.student.lse
     later = BackwardRequest(
@@ -435,8 +428,8 @@ def compile_tiles() -> None:
 
 OTHERS = {
     "heads": partial(compile_heads, torch.bfloat16),
-    "heads-int8": partial(compile_heads, torch.bfloat16, torch.int8),
-    "heads-e4m3": partial(compile_heads, torch.bfloat16, torch.float8_e4m3fn),
+    "heads-int8": partial(compile_heads, torch.bfloat16, Screen(dtype="int8")),
+    "heads-e4m3": partial(compile_heads, torch.bfloat16, Screen(dtype="e4m3")),
     "heads-fp32": partial(compile_heads, torch.float32),
     "tiles": compile_tiles,
     "largest": compile_largest,

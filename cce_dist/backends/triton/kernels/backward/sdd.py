@@ -4,7 +4,13 @@ import triton
 import triton.language as tl
 
 from cce_dist.backends.triton.kernels.filter.column_lists import draw_level_of
-from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, scale_across, softcapped
+from cce_dist.backends.triton.kernels.numbers import (
+    LOG2E,
+    exp2_of,
+    fast_log2,
+    scale_across,
+    softcapped,
+)
 
 # A screened forward stores exp2(logit - reference + STORED_SCALE) of each entry in fp16, which has
 # more digits of a probability than bf16, down to 2^-25.
@@ -128,7 +134,7 @@ def stored_entries(
     above = tl.load(stored_ptr + at, mask=listed[:, None], other=0.0).to(tl.float32)
     # All threads must have read the entries before any of them writes d_logits there.
     tl.debug_barrier()
-    return tl.log2(above) + (tl.load(ref_ptr + token) - STORED_SCALE)[None, :]
+    return fast_log2(above) + (tl.load(ref_ptr + token) - STORED_SCALE)[None, :]
 
 
 # A power of two: it puts probabilities of 2^-22 among the normal numbers of fp16. Those of drawn

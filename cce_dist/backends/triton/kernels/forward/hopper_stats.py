@@ -13,7 +13,6 @@ from cce_dist.backends.triton.kernels.forward import launches
 from cce_dist.backends.triton.kernels.forward.hopper_sums import (
     APART,
     PARTS,
-    fast_log2,
     forget_sum,
     join_tokens,
     joined_sums,
@@ -34,6 +33,7 @@ DROPPED_PARTS = gl.constexpr(2)
 LEAST = gl.constexpr(1e-37)
 
 near_tanh = gluon.jit(numbers.near_tanh.fn)
+fast_log2 = gluon.jit(numbers.fast_log2.fn)
 
 
 @gluon.jit

@@ -145,14 +145,6 @@ def take_sum(tile, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def fast_log2(x):
-    """Computes log2 of normal numbers. That of `gl.log2` takes registers for all others."""
-    return gl.inline_asm_elementwise(
-        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def rows_of_thread(x, ROWS: gl.constexpr, TOKENS: gl.constexpr):
     """Splits [ROWS, TOKENS] into the four rows that a thread holds of each token, in ascending
     order: a tuple of four [4, 8, TOKENS]."""
