@@ -28,9 +28,9 @@ AUTO_KEEP_SHARE = {"float32": 2.0**-24, "float64": 2.0**-53}
 # Below this vocabulary "auto" keeps every column: there is no tail worth skipping.
 AUTO_KEEP_FROM_VOCAB = 4096
 
-# A column of mass m below `keep` is drawn with probability of about m / (DRAW_FACTOR * keep). Of a
-# student and a teacher a drawn column takes twice as long as of one model, and dense 16-bit logits
-# err more: fewer are drawn.
+# A column of mass m below `keep` is drawn with probability of about m / (DRAW_FACTOR * keep). In
+# distillation a drawn column takes longer, as the teacher's logit is computed too, and the hidden
+# gradient errs half as much as that of dense 16-bit logits: fewer are drawn.
 DRAW_FACTOR, DRAW_FACTOR_OF_TWO = 1.5, 2.0
 
 # A column has one score for each block of this many tokens; the kernels' token tile has this size.
@@ -350,8 +350,8 @@ class LossOptions:
                 mode = f"filter={self.filter!r}"
             raise ValueError(
                 'logits="screened" needs a filter that leaves columns out, and '
-                f'{mode} keeps every column; use gradient="filtered" and a filter whose keep or '
-                'eps is above 0, or logits="full"'
+                f'{mode} keeps every column; use gradient="filtered" and a filter whose keep is '
+                'above 0, or logits="full"'
             )
 
     def workspace_for(self, num_tokens: int) -> int:

@@ -61,11 +61,10 @@ class _Heads:
         of_teacher, _ = plan.gather_hidden(teacher.hidden, defer_fill=False)
         scale = teacher.logit_scale / T
         screen = None
-        # All ranks decide alike.
+        # All ranks decide alike. Where every column is kept, logits are full, as of the loss.
         share = head.vocab_size // group_size(plan.group)
-        if objective.screens and plan.backend.gains_by_screening(
-            len(tokens), share, teacher.weight.shape[1]
-        ):
+        of_call = len(tokens), share, teacher.weight.shape[1]
+        if objective.screens and plan.filters and plan.backend.gains_by_screening(*of_call):
             screen = Screen()
         teacher_head = Head(
             teacher.weight, teacher.bias, None, head.vocab_size, teacher.softcap, scale

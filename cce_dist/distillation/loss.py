@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -123,7 +125,8 @@ def linear_distillation(
             bf16 or fp16. Logits are full without kernels, where 8 bits would err too much, and
             where quantising the teacher's weight would take longer than it saves
             (docs/guide/modes.md#when-a-call-is-computed-in-full, D: the teacher's): stat "screened"
-            says which. The forward holds V_local (D_teacher + 8) bytes more.
+            says which. The forward then holds some
+            (V_local + N) (D_teacher + 8) bytes more.
         backend: "auto", "torch", or "triton", which takes no float64.
         group, vocab_shard, sequence_parallel, token_weight, ignore_index, reduction, shift,
             workspace_bytes: as in `linear_cross_entropy`; with sequence_parallel both hidden states
@@ -151,7 +154,9 @@ def linear_distillation(
     ignore_index = NOTHING_IGNORED if targets is None else ignore_index
     targets = checked_targets(targets, hidden, objective, stats, sequence_parallel, group)
     inputs = Inputs(hidden, weight, targets, bias, token_weight)
-    options = options_of(
+    options, objective, of_logits = _checked(
+        objective,
+        (teacher_softcap, teacher_logit_scale),
         sequence_parallel=sequence_parallel,
         ignore_index=ignore_index,
         reduction=reduction,
@@ -161,21 +166,9 @@ def linear_distillation(
         gradient=gradient,
         filter=filter,
         logits=logits,
-        screen=Screen(),
         backend=backend,
         workspace_bytes=workspace_bytes,
     )
-    if options.filter.eps is not None:
-        raise ValueError(
-            f"filter of linear_distillation must keep columns by mass, got eps={filter.eps!r}: use "
-            "Filter.keep"
-        )
-    options, objective = _with_teacher_screened(options, objective)
-    of_logits = teacher_logits(teacher_softcap, teacher_logit_scale)
-    scales = {"logit_scale": options.logit_scale, "teacher_logit_scale": of_logits[1]}
-    for name, scale in scales.items():
-        text = f"{name}={scale!r} / temperature={objective.temperature!r}"
-        require_factor(text, scale / objective.temperature)
     inputs, options, group, vocab_shard, parts = enter(inputs, options, group, vocab_shard)
     of_teacher = (teacher_hidden, teacher_weight, teacher_bias)
     of_teacher = local_teacher(hidden, weight, *of_teacher, parts)
@@ -266,23 +259,48 @@ def _nll(
     return gathered(losses, rows, inputs.targets.shape, options.shift)
 
 
-def _with_teacher_screened(
-    options: LossOptions, objective: Objective
-) -> tuple[LossOptions, Objective]:
-    """Returns the options of the student's logits, which are always full, and the objective, which
-    knows whether the teacher's are screened.
+def check_options(options: Mapping[str, object]) -> None:
+    """Checks keywords of `linear_distillation` that are no tensors, before a call.
 
     Raises:
-        ValueError: they cannot be.
+        ValueError: a value is not allowed.
     """
-    if options.logits == "full":
-        return options, objective
+    signature = inspect.signature(linear_distillation).parameters
+    values: dict[str, Any] = {name: x.default for name, x in signature.items()} | dict(options)
+    of_objective = (values[name] for name in ("divergence", "beta", "temperature", "alpha"))
+    of_teacher = values["teacher_softcap"], values["teacher_logit_scale"]
+    names = (signature.keys() & LossOptions.__dataclass_fields__) - {"stats"}
+    _checked(objective_of(*of_objective), of_teacher, **{name: values[name] for name in names})
+
+
+def _checked(
+    objective: Objective, of_teacher: tuple[Any, Any], **options: object
+) -> tuple[LossOptions, Objective, tuple[float | None, float]]:
+    """Returns the options of the student's logits, which are always full; the objective, which
+    knows whether the teacher's are screened; and softcap and scale of the teacher's.
+
+    Args: of_teacher: softcap and scale as the caller gave them.
+    Raises:
+        ValueError: a value is not allowed.
+    """
+    checked, of_logits = options_of(**options, screen=Screen()), teacher_logits(*of_teacher)
+    if checked.filter.eps is not None:
+        raise ValueError(
+            "filter of linear_distillation must keep columns by mass, got "
+            f"eps={checked.filter.eps!r}: use Filter.keep"
+        )
+    scales = {"logit_scale": checked.logit_scale, "teacher_logit_scale": of_logits[1]}
+    for name, scale in scales.items():
+        text = f"{name}={scale!r} / temperature={objective.temperature!r}"
+        require_factor(text, scale / objective.temperature)
+    if checked.logits == "full":
+        return checked, objective, of_logits
     if objective.divergences.name != "forward_kl":
         raise ValueError(
             'logits="screened" of linear_distillation needs divergence="forward_kl", got '
             f'{objective.divergences.name!r}; use logits="full"'
         )
-    return replace(options, logits="full"), replace(objective, screens=True)
+    return replace(checked, logits="full"), replace(objective, screens=True), of_logits
 
 
 def _backends_of(

@@ -122,8 +122,8 @@ def teacher_of(
         )
     if screens and teacher_hidden.dtype.itemsize > 2:
         raise ValueError(
-            'teacher_hidden must be bf16 or fp16 with logits="screened", whose 8 bits would lose '
-            f'other digits, got {teacher_hidden.dtype}; use logits="full"'
+            'teacher_hidden must be bf16 or fp16 with logits="screened", since 8-bit logits would '
+            f'lose its digits, got {teacher_hidden.dtype}; use logits="full"'
         )
     num_classes, num_rows = shard.num_classes, teacher_weight.shape[0]
     _require_rows(num_rows, num_weight_rows, shard)

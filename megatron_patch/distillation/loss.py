@@ -86,7 +86,7 @@ def distillation_loss(
         raise ValueError("teacher must be a model where the student has its head, got None")
     tutor = _language_model("teacher", teacher)
     _require_teacher(teacher, tutor)
-    _require_pair(learner, tutor)
+    _require_pair(learner, tutor, divergence)
     heads: list[TeacherHead] = []
     with torch.no_grad():
         _run("teacher", (teacher, tutor), _keep(heads), *inputs, labels=labels, **keywords)
@@ -237,7 +237,7 @@ def _require_teacher(teacher: nn.Module, tutor: Any) -> None:
         )
 
 
-def _require_pair(learner: Any, tutor: Any) -> None:
+def _require_pair(learner: Any, tutor: Any, divergence: str) -> None:
     """Checks that both heads lie on the same ranks, in the same way.
 
     Raises:
@@ -261,6 +261,11 @@ def _require_pair(learner: Any, tutor: Any) -> None:
     if options["student"].check_ranks:
         raise PatchError(
             "check_ranks=True has no distillation: apply the patch to the student without it"
+        )
+    if options["student"].logits == "screened" and divergence != "forward_kl":
+        raise PatchError(
+            f"logits='screened' has no distillation but of 'forward_kl', got {divergence!r}: apply "
+            "the patch to the student with logits='full', without --logits"
         )
     size = options["student"].vocab_size
     values = {

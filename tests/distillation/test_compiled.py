@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cce_dist import VocabShard, linear_distillation
 from cce_dist.testing import DTYPES, TORCH_CPU, TRITON_PLACES, Place, shared_pool
+from tests.distillation.test_by_kernels import PLAIN, zipf
 from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, upstream_of
 from tests.frontend.compile.compile_cases import WARNING
 
@@ -84,9 +85,8 @@ def test_kernels(place: Place, dtype: str, call: str) -> None:
     ],
 )
 def test_screened(place: Place) -> None:
-    both = Both.make(torch.float16, place.device)
-    stats = ("divergence", "screened")
-    options = {**place.options, "logits": "screened", "stats": stats, "temperature": 1.0}
+    both = zipf(torch.float16, place.device, 140, 5000)
+    options = {**PLAIN, **place.options, "logits": "screened", "stats": ("divergence", "screened")}
     check_compiled(both, **options)
     is_screened = both.run(both.leaves(), **options).screened
     assert bool(is_screened) == (place is not TORCH_CPU)

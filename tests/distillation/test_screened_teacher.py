@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist import Filter, Screen, VocabShard, linear_distillation
+from cce_dist import DistillationOutput, Filter, Screen, VocabShard, linear_distillation
 from cce_dist.backends.triton import backend as triton_backend
 from cce_dist.backends.triton.teacher import eight_bits
+from cce_dist.core.allocations import track_allocations
 from cce_dist.distillation import by_kernels
 from cce_dist.testing import TORCH_CPU, TRITON_PLACES, Place, nccl_pool, shared_pool
 from tests.backends.triton.triton_cases import give_programs
@@ -23,6 +24,7 @@ from tests.distillation.test_distillation import Both, error
 MARKS = {"cpu": [], "cuda": [pytest.mark.gpu]}
 PLACES = [pytest.param(place, id=str(place), marks=MARKS[place.device]) for place in TRITON_PLACES]
 INF = float("inf")
+OF_TEACHER = ("teacher_hidden", "teacher_weight")
 KL_ALONE: dict[str, Any] = {**PLAIN, "alpha": 0.0}
 CALLS: dict[str, dict[str, Any]] = {
     # Hopper's kernel, if there is one.
@@ -36,6 +38,14 @@ CALLS: dict[str, dict[str, Any]] = {
 def in_16_bits(place: Place, tokens: int = 512, classes: int = 6000) -> Both:
     dtype = torch.float16 if place.interprets else torch.bfloat16
     return zipf(dtype, place.device, tokens, classes)
+
+
+def screened(both: Both, leaves: dict[str, Tensor] | None = None, **call: Any) -> Any:
+    """Returns the loss of a call whose teacher is screened, and checks that it is."""
+    stats = {"logits": "screened", "stats": ("screened",)}
+    out = both.run(both.leaves() if leaves is None else leaves, **{**call, **stats})
+    assert out.screened
+    return out.loss
 
 
 def dense_in_bf16(both: Both, call: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -108,20 +118,19 @@ def test_launches_and_overflow(monkeypatch: pytest.MonkeyPatch, programs: int) -
     give_programs(monkeypatch, programs)
     both = zipf(torch.float16, "cpu", 300, 3000)
     both.hidden[1] *= 300
+    both.teacher_hidden[2] *= 20
     both.teacher_bias[7] = -torch.inf
-    given = {"logits": "screened", "reduction": "none", "filter": EVERY}
-    call = {**KL_ALONE, "backend": "triton"}
-    found = both.run(both.leaves(), **{**call, **given})
-    right = both.run(both.leaves(), **{**call, "reduction": "none", "filter": EVERY})
+    call = {**KL_ALONE, "backend": "triton", "reduction": "none", "filter": EVERY}
+    found, right = screened(both, **call), both.run(both.leaves(), **call)
     torch.testing.assert_close(found, right, rtol=2e-2, atol=1e-2)
 
 
 def test_an_id_that_the_student_masks() -> None:
     """The teacher gives it much mass: KL is infinite, and not NaN."""
-    both = zipf(torch.float16, "cpu", 140, 3000)
+    both = zipf(torch.float16, "cpu", 140, 5000)
     both.bias[0] = -torch.inf
     call = {**KL_ALONE, "backend": "triton", "reduction": "none"}
-    assert (both.run(both.leaves(), **call, logits="screened") == INF).all()
+    assert (screened(both, **call) == INF).all()
 
 
 @pytest.mark.parametrize("count", [0, 1, 128, 129])
@@ -155,8 +164,7 @@ def test_frequent_ids_at_the_end() -> None:
         targets=len(both.weight) - 1 - both.targets,
     )
     call = {**KL_ALONE, "backend": "triton", "reduction": "none"}
-    found = both.run(both.leaves(), **call, logits="screened")
-    assert rms(found - both.run(both.leaves(), **call)) < 3e-4
+    assert rms(screened(both, **call) - both.run(both.leaves(), **call)) < 3e-4
 
 
 def test_columns_that_the_student_saturates() -> None:
@@ -164,20 +172,26 @@ def test_columns_that_the_student_saturates() -> None:
     both = zipf(torch.float16, "cpu", 256, 5000)
     both.bias[:300] += 80
     call = {**KL_ALONE, "backend": "triton", "reduction": "none", "softcap": 10.0}
-    found = both.run(both.leaves(), **call, logits="screened")
-    assert rms(found - both.run(both.leaves(), **call)) < 4e-3
+    assert rms(screened(both, **call) - both.run(both.leaves(), **call)) < 4e-3
 
 
 def test_equal_models_have_no_divergence_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
     """8-bit logits raise a KL by half their variance; it is taken off."""
-    monkeypatch.setattr(by_kernels, "Screen", functools.partial(Screen, dtype="e4m3"))
+    in_e4m3 = Mock(return_value=Screen(dtype="e4m3"))
+    monkeypatch.setattr(by_kernels, "Screen", in_e4m3)
     generator = torch.Generator().manual_seed(2)
     hidden, weight = (
         0.4 * torch.randn(n, 64, generator=generator).to(torch.float16) for n in (256, 5000)
     )
-    tensors, options = (hidden, weight, hidden, weight), {"backend": "triton", "reduction": "none"}
-    kl = linear_distillation(*tensors, logits="screened", **options)
-    assert isinstance(kl, Tensor) and abs(kl.mean()) < 3e-5
+    out = linear_distillation(
+        *(hidden, weight, hidden, weight),
+        logits="screened",
+        stats=("screened",),
+        backend="triton",
+        reduction="none",
+    )
+    assert isinstance(out, DistillationOutput) and out.screened and in_e4m3.called
+    assert abs(out.loss.mean()) < 3e-5
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -217,11 +231,47 @@ def test_a_small_call_has_the_bits_of_full_logits(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(triton_backend.TritonBackend, "gains_by_screening", staticmethod(note))
     both = zipf(torch.float16, "cpu", 140, 5000)
+    wide = {name: torch.cat([getattr(both, name)] * 2, 1) for name in OF_TEACHER}
+    both = replace(both, **wide)
     call = {**PLAIN, "backend": "triton", "stats": ("divergence", "screened")}
     found = both.run(both.leaves(), **call, logits="screened")
     right = both.run(both.leaves(), **call)
     assert not found.screened and torch.equal(found.divergence, right.divergence)
-    assert sizes == [(140, 5000, both.teacher_weight.shape[1])]
+    assert sizes == [(140, 5000, 2 * both.weight.shape[1])]
+
+
+def test_a_small_vocabulary_has_full_logits() -> None:
+    both = zipf(torch.float16, "cpu", 140, 4095)
+    call = {**PLAIN, "backend": "triton", "stats": ("screened",)}
+    assert not both.run(both.leaves(), **call, logits="screened").screened
+
+
+def test_recordings_keep_calls_apart() -> None:
+    """Of the same shapes; with full logits and without, of two teachers, in turns."""
+    first = zipf(torch.float16, "cpu", 140, 5000)
+    second = replace(first, teacher_weight=1.2 * first.teacher_weight)
+    call = {**KL_ALONE, "backend": "triton"}
+    rounds = []
+    for _ in range(4):
+        losses = []
+        for both in (first, second):
+            losses += [screened(both, **call), both.run(both.leaves(), **call)]
+        rounds.append(torch.stack(losses))
+    assert len(set(rounds[0].tolist())) == 4
+    assert all(torch.equal(losses, rounds[0]) for losses in rounds)
+
+
+def test_8_bit_rows_are_freed_before_the_backward() -> None:
+    both = zipf(torch.float16, "cpu", 140, 5000)
+    call, num_bytes = {**KL_ALONE, "backend": "triton"}, both.teacher_weight.numel()
+    live, peak = [], []
+    for logits in ("screened", "full"):
+        with track_allocations() as allocations:
+            loss = both.run(both.leaves(), **call, logits=logits)
+            live.append(allocations.live_bytes)
+        peak.append(allocations.peak_bytes)
+        assert loss.requires_grad
+    assert live[0] < live[1] + num_bytes / 10 and peak[0] > peak[1] + num_bytes
 
 
 @pytest.mark.parametrize("logits", ["screened", "full"])
@@ -246,7 +296,7 @@ def test_the_same_bytes_in_every_run() -> None:
     runs = []
     for _ in range(2):
         leaves = both.leaves()
-        loss = both.run(leaves, **PLAIN, backend="triton", logits="screened")
+        loss = screened(both, leaves, **PLAIN, backend="triton")
         loss.backward()
         runs.append([loss, *(leaf.grad for leaf in leaves.values())])
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
@@ -306,6 +356,20 @@ def test_over_ranks(cuts: tuple[int, ...], rough: int | None) -> None:
     check_ranks(both, ranks, rough is None, (5e-3, 1e-2))
 
 
+def sizes_of_a_rank(group: Any, both: Both, cuts: tuple[int, ...]) -> tuple[bool, Any]:
+    """Returns whether the teacher is screened, and what the rule of small calls was asked."""
+    note = Mock(return_value=False)
+    with patch.object(triton_backend.TritonBackend, "gains_by_screening", note):
+        _, is_screened, _ = on_a_rank(group, both, cuts, None)
+    return is_screened, note.call_args.args
+
+
+def test_ranks_with_different_rows_decide_alike() -> None:
+    both = zipf(torch.float16, "cpu", 140)
+    found = shared_pool().run(2, sizes_of_a_rank, both, (0, 1000, 6000))
+    assert found == [(False, (140, 3000, 64))] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.multigpu
 def test_over_two_gpus() -> None:
@@ -322,7 +386,7 @@ def test_over_two_gpus() -> None:
     [
         ({"divergence": "jsd"}, 'needs divergence="forward_kl", got \'jsd\'; use logits="full"'),
         ({"gradient": "exact"}, "needs a filter that leaves columns out, and gradient='exact'"),
-        ({"filter": Filter(keep=0.0)}, "needs a filter that leaves columns out, and filter="),
+        ({"filter": Filter(keep=0.0)}, "a filter whose keep is above 0"),
         ({"logits": "8bit"}, "logits must be one of 'full', 'screened', got '8bit'"),
     ],
 )
@@ -344,8 +408,9 @@ def test_a_teacher_of_more_digits_is_refused(backend: str) -> None:
     # The student may have them.
     halves = {name: getattr(both, name).half() for name in ("teacher_hidden", "teacher_weight")}
     both = replace(both, **halves)
-    found = both.run(both.leaves(), **call, logits="screened")
-    torch.testing.assert_close(found, both.run(both.leaves(), **call), rtol=1e-2, atol=1e-3)
+    found = both.run(both.leaves(), **{**call, "logits": "screened", "stats": ("screened",)})
+    assert found.screened == (backend == "triton")
+    torch.testing.assert_close(found.loss, both.run(both.leaves(), **call), rtol=1e-2, atol=1e-3)
 
 
 def test_padding_of_the_teacher() -> None:
@@ -353,7 +418,7 @@ def test_padding_of_the_teacher() -> None:
     both = zipf(torch.float16, "cpu", 100, 5000)
     rows = both.teacher_weight
     padded = torch.cat([rows, rows.new_full((100, rows.shape[1]), 1e4)])
-    call = {**KL_ALONE, "backend": "triton", "logits": "screened"}
+    call = {**KL_ALONE, "backend": "triton"}
     bias = torch.cat([both.teacher_bias, both.teacher_bias[:100]])
     of_padded = replace(both, teacher_weight=padded, teacher_bias=bias)
-    assert torch.equal(of_padded.run(both.leaves(), **call), both.run(both.leaves(), **call))
+    assert torch.equal(screened(of_padded, **call), screened(both, **call))

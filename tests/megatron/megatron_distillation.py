@@ -237,7 +237,7 @@ def screened_teacher() -> None:
         losses = distillation_loss(student, wrapped, *given, labels=labels)
     # Without kernels they are full.
     assert asked == ["screened"] and torch.allclose(losses, full, rtol=1e-5)
-    with pytest.raises(ValueError, match="needs divergence=\"forward_kl\", got 'jsd'"):
+    with pytest.raises(PatchError, match="no distillation but of 'forward_kl', got 'jsd'"):
         distillation_loss(student, wrapped, *given, labels=labels, divergence="jsd")
     with pytest.raises(ValueError, match="teacher_hidden must be bf16 or fp16 with logits="):
         distillation_loss(student, teacher, *given, labels=labels)

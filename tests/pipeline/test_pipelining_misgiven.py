@@ -92,3 +92,10 @@ def test_last_stage_loss_refuses_other_keywords() -> None:
     for name, value in values.items():
         with pytest.raises(ValueError, match=f"^{name} must be "):
             LastStageLoss(torch.randn(8, 4), **{name: value})
+    teacher: Any = {"teacher": lambda target: target, "teacher_weight": torch.randn(8, 4)}
+    values |= {"logits": "8bit", "divergence": "kl", "temperature": "hot", "teacher_softcap": 0}
+    for name, value in values.items():
+        with pytest.raises(ValueError, match=f"^{name} must be "):
+            LastStageLoss(torch.randn(8, 4), **teacher, **{name: value})
+    with pytest.raises(ValueError, match='logits="screened" of linear_distillation needs'):
+        LastStageLoss(torch.randn(8, 4), **teacher, logits="screened", divergence="jsd")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.distillation import linear_distillation
+from cce_dist.distillation.loss import check_options
 from cce_dist.loss import linear_cross_entropy
 from cce_dist.options import LossOptions
 from cce_dist.pipeline.schedules.torch_schedules import stages_of
@@ -60,8 +61,10 @@ class LastStageLoss:
         # A keyword that the loss does not have is refused here, and not in the first step.
         known = inspect.signature(linear_cross_entropy if teacher is None else linear_distillation)
         known.bind(None, weight, None, group=group, **options)
-        if teacher is None:
-            # So is a value that is not allowed: other stages would wait for this one.
+        # So is a value that is not allowed: other stages would wait for this one.
+        if teacher is not None:
+            check_options(options)
+        else:
             fields = LossOptions.__dataclass_fields__
             known_options: Any = {name: options[name] for name in options if name in fields}
             LossOptions(**known_options)

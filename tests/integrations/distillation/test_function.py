@@ -115,6 +115,17 @@ def test_function(case: str, beta: float) -> None:
     assert [x.dtype for x in ours] == [x.dtype for x in theirs]
 
 
+@pytest.mark.parametrize(("beta", "logits"), [(0.0, "screened"), (0.5, None), (1.0, None)], ids=str)
+def test_screened_logits_are_those_of_forward_kl(beta: float, logits: str | None) -> None:
+    keywords = Distillation(LossOptions(logits="screened"), "1.16")._keywords(beta)
+    assert keywords.get("logits") == logits
+    tensors = [None if x is None else x.bfloat16() for x in inputs()]
+    with patch.patched(logits="screened"):
+        ours = results_of(tensors, beta)
+    golden = results_of([None if x is None else x.double() for x in tensors], beta, golden=True)
+    assert_same(ours, golden, 2e-2)
+
+
 def test_function_of_no_tokens() -> None:
     theirs = results_of(inputs(num_tokens=0), 0.5)
     with patch.patched():

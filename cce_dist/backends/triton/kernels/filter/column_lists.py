@@ -368,9 +368,9 @@ def list_task(
     for part in range(TILE // 32):
         keeps, listed, at, row = entries_of(bits_ptrs, inside, row, num_blocks, TILE, HAS_DRAWN)
         entry = 2 * tl.load(order_ptrs + part * 32) + listed - keeps
-        own = part * 32 + place
-        value = tl.where(is_of_pairs, tl.where(keeps > 0, at, zeros_at + own), entry)
-        place_of_value = tl.where(is_of_pairs, pair[:, None] * TILE + own, at)
+        in_tile = part * 32 + place
+        value = tl.where(is_of_pairs, tl.where(keeps > 0, at, zeros_at + in_tile), entry)
+        place_of_value = tl.where(is_of_pairs, pair[:, None] * TILE + in_tile, at)
         written = tl.where(is_of_pairs, (position >= 0)[:, None], listed > 0)
         tl.store(out_ptr + place_of_value, value, mask=written)
         bits_ptrs += num_blocks
