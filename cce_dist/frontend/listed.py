@@ -159,8 +159,8 @@ def _rows(targets: Tensor, shift: int, token_dim: int) -> Tensor:
     hidden state predicts. Args: token_dim: the dim of hidden that was moved to the front."""
     place = torch.arange(targets.numel(), device=targets.device)
     if token_dim:
-        moved = place.view(targets.shape).movedim(token_dim, 0).reshape(-1)
-        place = torch.empty_like(moved).index_copy_(0, moved, place)
+        moved = place.view(targets.shape).movedim(token_dim, 0).shape
+        place = place.view(moved).movedim(0, token_dim).reshape(-1)
     return place.roll(shift) if shift else place
 
 

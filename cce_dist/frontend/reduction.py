@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cce_dist.backends.torch.pick import permuted
 from cce_dist.core.types import Picked, Upstream, accumulate_dtype
 from cce_dist.options import LossOptions
 
@@ -31,6 +32,7 @@ class PickedTokens:
     local_targets: Tensor | None = None
     in_range: Tensor | bool | None = None
     number_on_device: Tensor | None = None
+    places: Tensor | None = None
 
     def number(self) -> Tensor | float:
         """Returns the number of tokens that count, at least 1."""
@@ -41,7 +43,9 @@ class PickedTokens:
 
     def scatter_to_shape(self, values: Tensor, shape: torch.Size, shift: int) -> Tensor:
         """Scatters values [N] to targets' (shifted) shape, with 0 elsewhere."""
-        if self.rows is not None:
+        if self.places is not None and self.rows is not None:
+            values = permuted(values, self.places, self.rows)
+        elif self.rows is not None:
             # With a count on the device every token has a value, 0 where it does not count.
             new = values.new_zeros if self.count is None else values.new_empty
             # In place: index_copy would first copy the tensor without values, a launch more.
@@ -52,6 +56,8 @@ class PickedTokens:
     def take(self, values: Tensor, shift: int) -> Tensor:
         """Takes values [N] of the tokens that count out of targets' unshifted shape."""
         values = shifted(values, shift, 0).reshape(-1)
+        if self.places is not None and self.rows is not None:
+            return permuted(values, self.rows, self.places)
         return values if self.rows is None else values.index_select(0, self.rows)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from cce_dist.backends.torch.pick import inverse_of
 from cce_dist.core.segments import reduce_segments, spread_segments
 from cce_dist.frontend.listed import Listed, TokenSupport, tokens_of
 
@@ -122,4 +123,4 @@ def _repeats(ids: Tensor, token_of: Tensor, order: Tensor) -> Tensor:
     """Tells of each pair whether an earlier pair of its token has its id, [P]."""
     ids, token_of = ids[order], token_of[order]
     again = (ids[1:] == ids[:-1]) & (token_of[1:] == token_of[:-1])
-    return torch.zeros_like(ids, dtype=torch.bool).index_copy_(0, order[1:], again)
+    return torch.cat([again.new_zeros(min(len(ids), 1)), again])[inverse_of(order)]
