@@ -7,12 +7,15 @@ import io
 import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -425,3 +428,86 @@ def test_a_head_that_switches_autocast_off() -> None:
             return model(**BATCH).loss
 
     check_same(model, loss)
+
+
+class Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return logits.logsumexp(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return ctx.saved_tensors[0].softmax(-1) * grads[0][..., None]
+
+
+class InForward(torch.autograd.Function):
+    """Computes the gradient in its forward, without a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        logits = logits.detach()
+        ctx.save_for_backward(logits.softmax(-1))
+        return logits.logsumexp(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return ctx.saved_tensors[0] * grads[0][..., None]
+
+
+def lse(logits: Tensor) -> Tensor:
+    return logits.logsumexp(-1)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        Entropy.apply,
+        InForward.apply,
+        lambda logits: Entropy.apply(logits[:, :-1]),
+        lambda logits: Entropy.apply(logits.float() / 0.7),
+        lambda logits: checkpoint(lse, logits, use_reentrant=True),
+    ],
+    ids=["function", "in_forward", "slice", "scaled", "reentrant"],
+)
+def test_a_gradient_that_would_be_lost_is_refused(llama: Any, read: Callable[..., Any]) -> None:
+    integration.patch(llama)
+    output = llama(**BATCH)
+    loss = output.loss + 0.01 * read(output.logits).square().mean()
+    with pytest.raises(PatchError, match=r"gradient would be lost: pass it outputs.logits.clone"):
+        loss.backward()
+    integration.remove(llama)
+    check_same(llama, lambda model: read(model(**BATCH).logits.clone()).square().mean())
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_checkpoint_reads_logits(llama: Any, chunks: int) -> None:
+    def loss(model: Any) -> Tensor:
+        output = model(**BATCH)
+        parts = output.logits.chunk(chunks, 1)
+        values = [checkpoint(lse, part, use_reentrant=False) for part in parts]
+        return output.loss + 0.01 * torch.cat(values, 1).square().mean()
+
+    check_same(llama, loss)
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_no_logits_under_ddp(llama: Any, option: str, tmp_path: Path) -> None:
+    """DDP clones what its module returns; Trainer asks for unused parameters."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        expected = run(llama, lambda model: model(**BATCH).loss)
+        integration.patch(llama)
+        model = DistributedDataParallel(llama, **{option: True})
+        for _ in range(3):
+            outputs: list[Any] = []
+
+            def loss(model: Any, outputs: list[Any] = outputs) -> Tensor:
+                outputs.append(model(**BATCH))
+                return outputs[0].loss
+
+            torch.testing.assert_close(run(model, loss), expected, atol=1e-6, rtol=1e-5)
+            assert isinstance(outputs[0].logits, DeferredLogits)
+            assert not outputs[0].logits.is_computed
+    finally:
+        dist.destroy_process_group()

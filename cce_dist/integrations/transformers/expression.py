@@ -39,6 +39,8 @@ class HeadCall:
         head_dtype: of what the head returns, which is known when it has been called; the deferred
             logits of its output have hidden's dtype, or autocast's.
         is_edited: a reader has written to the logits in place.
+        is_zero3: DeepSpeed's ZeRO-3 passes the model's output through functions and hooks of its
+            own, which neither read the logits nor give a gradient of them.
         group: a mesh whose ranks share the vocabulary; None: the head is whole.
     """
 
@@ -52,6 +54,7 @@ class HeadCall:
     dtype: torch.dtype | None = None
     head_dtype: torch.dtype | None = None
     is_edited: bool = False
+    is_zero3: bool = False
     group: Any = None
     num_losses: int = 0
 

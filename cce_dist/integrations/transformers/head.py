@@ -58,13 +58,15 @@ class Deferral:
         head, call = self.head, self.call
         call.num_classes = _num_classes(head)
         call.trains = any(x.requires_grad for x in head.parameters())
+        call.is_zero3 = any(hasattr(x, "ds_id") for x in head.parameters())
         weight = getattr(self.inside, "weight", None)
         # A head that FSDP2 shards is known when it is gathered.
         self.is_split = isinstance(weight, DTensor) and not isinstance(head, FSDPModule)
         for hook in (hook for x in self.head.modules() for hook in x._forward_hooks.values()):
             if not comes_from_wrapper(hook):
                 self._refuse(
-                    f"a forward hook of its head, {hook}, would get the loss in place of logits"
+                    f"a forward hook of its head, {hook}, would get the loss in place of logits; "
+                    "remove the hook"
                 )
         outer = getattr(self.inside.forward, "__self__", None)
         self.outer = outer if isinstance(outer, Deferral) else None

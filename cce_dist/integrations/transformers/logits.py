@@ -3,6 +3,7 @@ computes them."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -75,10 +76,17 @@ class DeferredLogits(Tensor):
     def __new__(cls, call: HeadCall, expression: Expression, dtype: torch.dtype) -> DeferredLogits:
         hidden = expression.products[0].hidden
         shape = (*hidden.shape[:-1], call.num_classes)
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
         # Logits that are made under no_grad have no gradient where they are read either.
         if not torch.is_grad_enabled():
             expression = replace(expression, detached=True)
+        # An autograd Function asks C++ whether its inputs need a gradient, not `wants_grad`.
+        wants_grad = _wants_grad(call, expression) and not call.is_zero3
+        self = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=hidden.device, requires_grad=wants_grad
+        )
+        if wants_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.register_hook(functools.partial(_refuse_grad, call.model))
         self.call, self.expression, self._logits = call, expression, None
         self.is_view = self.is_cast = False
         return self
@@ -91,12 +99,11 @@ class DeferredLogits(Tensor):
     def is_of_function(self) -> bool:
         """Tells whether an autograd Function returned it, whose backward would be left out."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.requires_grad
+            return self.grad_fn is not None
 
     @property
     def wants_grad(self) -> bool:
-        hidden = any(x.hidden.requires_grad for x in self.expression.products)
-        return not self.expression.detached and (hidden or self.call.trains)
+        return _wants_grad(self.call, self.expression)
 
     def compute(self, finish: Finish) -> Tensor:
         """Returns the result of `finish` for this expression, with the head's own products."""
@@ -130,7 +137,9 @@ class DeferredLogits(Tensor):
         if self._logits is None:
             # The first reader may be under no_grad, and a later one may not.
             records = not self.expression.detached
-            with torch.inference_mode(False), torch.set_grad_enabled(records):
+            # A checkpoint around the reader would miss these tensors when it runs it once more.
+            unseen = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+            with torch.inference_mode(False), torch.set_grad_enabled(records), unseen:
                 if all(x.weight is not None for x in self.expression.products):
                     logits = self.expression.logits(self.dtype)
                 else:
@@ -168,6 +177,26 @@ class DeferredLogits(Tensor):
             f"{func} got logits that are not computed, where torch functions are switched off (in "
             "an autograd Function or a gather of nn.DataParallel): pass outputs.logits.clone(), or "
             "start one process for each GPU, as torchrun does"
+        )
+
+
+def _wants_grad(call: HeadCall, expression: Expression) -> bool:
+    hidden = any(x.hidden.requires_grad for x in expression.products)
+    return not expression.detached and (hidden or call.trains)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _refuse_grad(model: str, grad: Tensor | None) -> None:
+    """Raises where an autograd Function gives a gradient of logits that are not computed: nothing
+    is behind them."""
+    if grad is not None:
+        raise PatchError(
+            "an autograd Function, such as checkpoint's with use_reentrant=True, got the logits of "
+            f"{model}, which are not computed, and its gradient would be lost: pass it "
+            "outputs.logits.clone()"
         )
 
 

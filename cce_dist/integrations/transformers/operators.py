@@ -5,6 +5,7 @@ A handler returns NotImplemented where its function needs the logits themselves.
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.parallel.distributed import _DDPSink
 
 from cce_dist import linear_cross_entropy
 from cce_dist.integrations.errors import PatchError
@@ -125,6 +127,24 @@ def _cast(logits: DeferredLogits, dtype: torch.dtype) -> Any:
 def _detach(logits: DeferredLogits) -> Any:
     # DeepSpeed's ZeRO-3 detaches what its root returns.
     return _view(logits, replace(logits.expression, detached=True))
+
+
+@handles(Tensor.clone)
+def _clone(logits: DeferredLogits) -> Any:
+    # DDP clones what its module returns, and then takes the original, which has no graph.
+    return (
+        _changed(logits, logits.expression) if _is_called_by(_DDPSink.forward) else NotImplemented
+    )
+
+
+def _is_called_by(function: Callable[..., Any]) -> bool:
+    """Tells whether a function is among the dozen nearest callers."""
+    frame, code = inspect.currentframe(), getattr(function, "__code__", None)
+    for _ in range(12):
+        if frame is None or frame.f_code is code:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is code
 
 
 @handles(Tensor.contiguous)
