@@ -164,7 +164,7 @@ class Picked(NamedTuple):
     # [1] int32, 0 if a target is no class; None: not computed yet; True: the device checks it
     in_range: Tensor | bool | None = None
     number: Tensor | None = None  # [1] fp32, the larger of `count` and 1; None: not computed yet
-    places: Tensor | None = None  # int64, the inverse of `rows`; None: not computed
+    places: Tensor | None = None  # int64, the inverse of `rows`; None: not computed yet
 
 
 @dataclass(frozen=True)

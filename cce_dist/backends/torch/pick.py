@@ -1,7 +1,7 @@
 """The targets that count, in torch.
 
-What permutes them are operators that the compiler does not look into: where it joins loops, these
-may read memory before a scatter has written it (torch 2.13, on a CPU).
+Operators permute them, and the compiler does not look into these: where it joins loops, it may
+read memory before a scatter has written it (torch 2.13, on a CPU).
 """
 
 from __future__ import annotations
