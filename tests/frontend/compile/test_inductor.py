@@ -55,8 +55,10 @@ def supported(hidden: Tensor, weight: Tensor, labels: Tensor, token_weight: Tens
     ids, mask = labels.clamp_min(0), labels != -100
     listed = torch.stack([ids, ids, (ids + 7) % CLASSES, (ids + 9) % CLASSES], -1)
     support = TokenSupport(torch.arange(ids.numel() + 1) * 4, listed.reshape(-1))
-    out = token_logprobs(hidden, weight, ids, mask=mask, support=support)
-    return policy(out.logprobs * token_weight, mask)
+    options: Any = {"support": support, "candidates": listed[..., :2], "stats": ("entropy",)}
+    out = token_logprobs(hidden, weight, ids, mask=mask, **options)
+    assert out.candidates is not None
+    return policy(out.candidates.sum(-1) * token_weight + out.entropy, mask)
 
 
 def distillation(hidden: Tensor, weight: Tensor, labels: Tensor, token_weight: Tensor) -> Any:
