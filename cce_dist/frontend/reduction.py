@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist.backends.torch.pick import permuted
+from cce_dist.core.gathers import permuted
 from cce_dist.core.types import Picked, Upstream, accumulate_dtype
 from cce_dist.options import LossOptions
 

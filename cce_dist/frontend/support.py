@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cce_dist.backends.torch.pick import inverse_of
+from cce_dist.core.gathers import inverse_of, taken
 from cce_dist.core.segments import reduce_segments, spread_segments
 from cce_dist.frontend.listed import Listed, TokenSupport, tokens_of
 
@@ -115,8 +115,7 @@ class Supported:
         at = torch.searchsorted(key, wanted).clamp_max(len(key) - 1)
         pair = order[at]
         supported = (key[at] == wanted) & self.counts[pair]
-        # Unlike index_select, this has a gradient that adds in one order on a GPU.
-        return (self.z[pair] - self.lse[:, None]).masked_fill(~supported, -torch.inf)
+        return (taken(self.z, pair) - self.lse[:, None]).masked_fill(~supported, -torch.inf)
 
 
 def _repeats(ids: Tensor, token_of: Tensor, order: Tensor) -> Tensor:

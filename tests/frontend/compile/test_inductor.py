@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo import trace_rules
+from torch._dynamo.backends.common import aot_autograd
 
 from cce_dist import TokenSupport, linear_cross_entropy, linear_distillation, token_logprobs
 from tests.frontend.compile.compile_cases import WARNING
@@ -69,8 +71,32 @@ def distillation(hidden: Tensor, weight: Tensor, labels: Tensor, token_weight: T
     return policy(out, labels != -100)
 
 
+FUNCTIONS = [plain, loss, logprobs, supported, distillation]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_compiler_sees_no_scatter(function: Callable[..., Any]) -> None:
+    """Forward and backward: it may join a scatter with loops that read its memory first."""
+    seen: set[str] = set()
+
+    def note(graph: Any, inputs: Any) -> Any:
+        seen.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=note, bw_compiler=note)
+    labels = torch.arange(48).view(4, 12)
+    leaves = [torch.randn(4, 12, DIM), torch.randn(CLASSES, DIM), torch.rand(4, 12)]
+    hidden, weight, token_weight = (x.requires_grad_() for x in leaves)
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    values, mean = compiled(hidden, weight, labels, token_weight)
+    (values.square().sum() + mean).backward()
+    assert hidden.grad is not None and any("cce_dist" in name for name in seen)
+    scatters = ("scatter", "index_put", "index_copy", "index_add")
+    assert not [name for name in seen if any(scatter in name for scatter in scatters)]
+
+
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("function", [plain, loss, logprobs, supported, distillation])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_as_eager(function: Callable[..., Any], grad: bool) -> None:
     generator = torch.Generator().manual_seed(0)
 
