@@ -145,7 +145,7 @@ def linear_distillation(
         states in forward and backward.
     Errors: on Hopper, in 16 bits and without softcaps, a token's KL is off by some 1e-4 nats, and
         may be below 0 between nearly equal models; gradients do not depend on it. With screened
-        logits it is off by some 1e-3 nats, and gradients by 2e-3 to 5e-3 of themselves more.
+        logits it is off by some 1e-3 nats, and gradients err by some 2e-3 to 5e-3 more.
     Determinism: the loss is bitwise equal on all ranks and from run to run.
     """
     objective = objective_of(divergence, beta, temperature, alpha)

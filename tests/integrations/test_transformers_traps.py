@@ -491,6 +491,17 @@ def test_a_checkpoint_reads_logits(llama: Any, chunks: int) -> None:
     check_same(llama, loss)
 
 
+def test_a_weight_that_changes_before_the_backward_is_noticed(llama: Any) -> None:
+    """As without the patch: by torch, of what autograd has saved."""
+    integration.patch(llama)
+    loss = llama(**BATCH).logits.square().mean()
+    weight = llama.get_output_embeddings().weight
+    with torch.no_grad():
+        weight.add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 def test_no_logits_under_ddp(llama: Any, option: str, tmp_path: Path) -> None:
     """DDP clones what its module returns; Trainer asks for unused parameters."""

@@ -3,6 +3,7 @@ computes them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils import _pytree as pytree
 
 from cce_dist.integrations.errors import PatchError
@@ -137,9 +139,7 @@ class DeferredLogits(Tensor):
         if self._logits is None:
             # The first reader may be under no_grad, and a later one may not.
             records = not self.expression.detached
-            # A checkpoint around the reader would miss these tensors when it runs it once more.
-            unseen = torch.autograd.graph.saved_tensors_hooks(_same, _same)
-            with torch.inference_mode(False), torch.set_grad_enabled(records), unseen:
+            with torch.inference_mode(False), torch.set_grad_enabled(records), _unseen():
                 if all(x.weight is not None for x in self.expression.products):
                     logits = self.expression.logits(self.dtype)
                 else:
@@ -183,6 +183,15 @@ class DeferredLogits(Tensor):
 def _wants_grad(call: HeadCall, expression: Expression) -> bool:
     hidden = any(x.hidden.requires_grad for x in expression.products)
     return not expression.detached and (hidden or call.trains)
+
+
+def _unseen() -> contextlib.AbstractContextManager[object]:
+    """Hides tensors that autograd saves from hooks, such as those of a checkpoint around the reader
+    of logits: it would miss them when it runs the reader once more. Where there are none, autograd
+    finds out whether a saved tensor has changed, which no hook does."""
+    if _top_saved_tensors_default_hooks(False) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
 
 
 def _same(tensor: Tensor) -> Tensor:
