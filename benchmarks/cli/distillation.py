@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -37,6 +37,10 @@ def distill_command(
         int | None, typer.Option(min=4, help="[twice the student's hidden size]")
     ] = None,
     temperature: Annotated[float, typer.Option(help="Divides both models' logits.")] = 1.0,
+    divergence: Annotated[
+        Literal["forward_kl", "reverse_kl"],
+        typer.Option(help="KL(teacher || student) or KL(student || teacher)."),
+    ] = "forward_kl",
     dtype: arg.Dtype = "bfloat16",
     device: arg.Device = "cuda",
     method: Annotated[
@@ -54,7 +58,7 @@ def distill_command(
     json_path: arg.JsonPath = None,
     failed: arg.Failed = None,
 ) -> None:
-    """Distillation's forward KL and its gradients: ours, TRL's, Liger's, FLA's.
+    """Distillation's KL and its gradients: ours, TRL's, Liger's, FLA's.
 
     A shape is the student's. Unless two files have trained ones, both models are made at random,
     with the frequencies and contexts of one text, and a divergence of about 0.4 nats. Errors are
@@ -97,10 +101,12 @@ def distill_command(
                     student, teacher = make_models(parsed, teacher_dim or 2 * parsed.dim, **common)
                 else:
                     student, teacher = load_models(inputs, teacher_inputs, parsed, **common)
+            teacher = dataclasses.replace(teacher, divergence=divergence)
             golden = golden_of(student, teacher)
             about = {
                 **student.description,
                 "D_teacher": teacher.hidden.shape[1],
+                "divergence": divergence,
                 "temperature": f"{temperature:g}",
                 **golden.description,
             }
@@ -131,6 +137,10 @@ def distill_ranks_command(
         int | None, typer.Option(min=4, help="[twice the student's hidden size]")
     ] = None,
     temperature: Annotated[float, typer.Option(help="Divides both models' logits.")] = 1.0,
+    divergence: Annotated[
+        Literal["forward_kl", "reverse_kl"],
+        typer.Option(help="KL(teacher || student) or KL(student || teacher)."),
+    ] = "forward_kl",
     dtype: arg.Dtype = "bfloat16",
     device: arg.Device = "cuda",
     repeats: arg.Repeats = 10,
@@ -167,10 +177,12 @@ def distill_ranks_command(
         for parsed in shapes:
             common = {"temperature": temperature, "dtype": wanted, "device": job.device}
             student, teacher = make_models(parsed, teacher_dim or 2 * parsed.dim, **common)
+            teacher = dataclasses.replace(teacher, divergence=divergence)
             golden = golden_of(student, teacher)
             about = {
                 **student.description,
                 "D_teacher": teacher.hidden.shape[1],
+                "divergence": divergence,
                 "temperature": f"{temperature:g}",
                 **golden.description,
             }

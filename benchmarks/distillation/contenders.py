@@ -1,7 +1,7 @@
-"""Forward KL of two heads by us and by others, each under one signature.
+"""A KL of two heads by us and by others, each under one signature.
 
-All compute the mean over tokens of KL(teacher || student) at the teacher's temperature, without a
-factor temperature^2. A peer is imported when it is built. If that fails, a row says why.
+All compute the mean over tokens of the teacher's KL at its temperature, without a factor
+temperature^2. A peer is imported when it is built. If that fails, a row says why.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.contenders import Contender, import_alone
-from benchmarks.distillation.inputs import Teacher
+from benchmarks.distillation.inputs import Kl, Teacher, kl_of
 from cce_dist import linear_cross_entropy
 from cce_dist.bench.golden import LossFunction
 from cce_dist.distillation import DistillationOutput, linear_distillation
@@ -27,10 +26,12 @@ from cce_dist.options import LogitsMode
 
 # Tokens whose logits a chunked contender has at a time: Liger's own default.
 CHUNK = 1024
+# Of the divergences of TRL and Liger.
+BETAS: dict[Kl, float] = {"forward_kl": 0.0, "reverse_kl": 1.0}
 # Tokens whose logits the bare products have at a time: 0.6 GB in bf16 at 151936 ids.
 PRODUCT_CHUNK = 2048
 
-# hidden [N, D], weight [V, D] -> KL(teacher || student) of each token [N], fp32
+# hidden [N, D], weight [V, D] -> KL of each token [N], fp32
 DivergenceFunction = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -41,8 +42,8 @@ class Built(NamedTuple):
 
 def ours(gradient: GradientOfBoth, teacher: Teacher, *, logits: LogitsMode = "full") -> Built:
     """Returns `linear_distillation`."""
-    options = {"temperature": teacher.temperature, "logits": logits}
-    distill = partial(linear_distillation, gradient=gradient, **options)
+    options = {"temperature": teacher.temperature, "divergence": teacher.divergence}
+    distill = partial(linear_distillation, gradient=gradient, logits=logits, **options)
     tensors = teacher.hidden, teacher.weight
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -68,8 +69,9 @@ def dense_kl(
     teacher_hidden: Tensor,  # [n, D_teacher]
     teacher_weight: Tensor,  # [V, D_teacher]
     temperature: float,
+    divergence: Kl = "forward_kl",
 ) -> Tensor:
-    """Computes each token's forward KL by logits in the inputs' dtype.
+    """Computes each token's KL by logits in the inputs' dtype.
 
     The softmaxes are in fp32 (in float64 for float64).
     """
@@ -78,13 +80,13 @@ def dense_kl(
         student, teacher = student.float(), teacher.float()
     log_q = (student / temperature).log_softmax(-1)
     log_p = (teacher / temperature).log_softmax(-1)
-    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    return kl_of(log_q, log_p, divergence)
 
 
 def dense(teacher: Teacher, *, compiled: bool = False) -> Built:
     """Returns the dense recipe on the logits of all tokens."""
     function: Any = torch.compile(dense_kl, dynamic=False) if compiled else dense_kl
-    of_teacher = teacher.hidden, teacher.weight, teacher.temperature
+    of_teacher = teacher.hidden, teacher.weight, teacher.temperature, teacher.divergence
     return _mean(lambda hidden, weight: function(hidden, weight, *of_teacher))
 
 
@@ -97,7 +99,7 @@ def compiled_in_chunks(teacher: Teacher) -> Built:
 
     def tokens(hidden: Tensor, weight: Tensor) -> Tensor:
         chunks = zip(hidden.split(CHUNK), teacher.hidden.split(CHUNK), strict=True)
-        others = teacher.weight, teacher.temperature
+        others = teacher.weight, teacher.temperature, teacher.divergence
         parts = [
             checkpoint(function, rows, weight, of_teacher, *others, use_reentrant=False)
             for rows, of_teacher in chunks
@@ -112,24 +114,24 @@ def trl(teacher: Teacher) -> Built:
     # Its trainer's helpers import `datasets`; of these it needs one, which gathers under ZeRO-3.
     gather = {"maybe_gather_lm_head_ctx": lambda *tensors: nullcontext()}
     module = import_alone("trl.kernels.chunked_divergence", {"trl.trainer.utils": gather})
-    # beta=0 is its forward KL.
     function = module.ChunkedDivergenceFunction.apply
+    options = BETAS[teacher.divergence], teacher.temperature
 
     def tokens(hidden: Tensor, weight: Tensor) -> Tensor:
         of_teacher = teacher.hidden, teacher.weight, None
-        divergence, _ = function(hidden, weight, None, *of_teacher, 0.0, teacher.temperature)
+        divergence, _ = function(hidden, weight, None, *of_teacher, *options)
         return divergence
 
     return _mean(tokens)
 
 
 def liger_chunked(teacher: Teacher) -> Built:
-    """Returns Liger's loss on compiled chunks of tokens; beta=0 is its forward KL."""
+    """Returns Liger's loss on compiled chunks of tokens."""
     make = resolve_name("liger_kernel.chunked_loss.jsd_loss:LigerFusedLinearJSDLoss")
     jsd = make(
         weight_hard_loss=0.0,
         weight_soft_loss=1.0,
-        beta=0.0,
+        beta=BETAS[teacher.divergence],
         temperature=teacher.temperature,
         compiled=teacher.hidden.is_cuda,
         chunk_size=CHUNK,
@@ -142,9 +144,10 @@ def liger_chunked(teacher: Teacher) -> Built:
 
 
 def liger(accum_dtype: torch.dtype | None, teacher: Teacher) -> Built:
-    """Returns Liger's loss by Triton kernels; jsd_beta=0 is its forward KL."""
+    """Returns Liger's loss by Triton kernels."""
     make = resolve_name("liger_kernel.transformers.fused_linear_jsd:LigerFusedLinearJSD")
-    jsd = make(jsd_beta=0.0, temperature=teacher.temperature, accum_dtype=accum_dtype)
+    beta = BETAS[teacher.divergence]
+    jsd = make(jsd_beta=beta, temperature=teacher.temperature, accum_dtype=accum_dtype)
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return jsd(hidden, weight, teacher.hidden, teacher.weight, None)
@@ -156,7 +159,12 @@ def fla(fp32: bool, teacher: Teacher) -> Built:
     """Returns flash-linear-attention's loss in chunks.
 
     It takes no temperature: hidden states are divided, which rounds them if it is no power of two.
+
+    Raises:
+        ValueError: it has forward KL alone.
     """
+    if teacher.divergence != "forward_kl":
+        raise ValueError(f"FLA has forward_kl alone, got {teacher.divergence!r}")
     make = resolve_name("fla.modules.fused_kl_div.ops:FusedKLDivLoss")
     divergence = make(accumulate_grad_in_fp32=fp32)
     T = teacher.temperature

@@ -1,4 +1,4 @@
-"""Benchmark of distillation's forward KL and its gradients by both of the student's tensors."""
+"""Benchmark of distillation's KL and its gradients by both of the student's tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.distillation.contenders import (
     REFERENCES,
     Built,
 )
-from benchmarks.distillation.inputs import Teacher
+from benchmarks.distillation.inputs import Teacher, kl_of
 from benchmarks.fidelity.tenths import ALL, Group, compare_groups, groups_of
 from benchmarks.rl.logprobs import tenths_by_probability
 from cce_dist.bench.golden import CHUNK_ELEMENTS, GRADIENT_ERRORS, Gradients, Reference, gradients
@@ -30,7 +30,7 @@ from cce_dist.bench.methods import Method
 from cce_dist.bench.report import Cells
 
 # Columns of a row. Group "all" has a row for each part, another group has one. `kl` and `entropy`
-# are the group's means in nats: of KL(teacher || student) and of the teacher's entropy.
+# are the group's means in nats: of the KL and of the teacher's entropy.
 # `of_bound` is the time over that of both models' bare products and, with gradients, of the
 # backward of the student's cross-entropy. `peak_extra_mib` is the peak beyond inputs and gradients.
 # `kl_error` is the root mean square in nats over the group's tokens, where a method has their
@@ -48,7 +48,7 @@ class Golden:
     """Values in float64.
 
     Args:
-        kl, entropy: KL(teacher || student) and the teacher's entropy of each token, [N], in nats.
+        kl, entropy: the KL and the teacher's entropy of each token, [N], in nats.
         gradients: loss and gradients of the mean; fp32 unless the inputs are float64.
     """
 
@@ -77,10 +77,15 @@ def golden_of(inputs: BenchInputs, teacher: Teacher) -> Golden:
         rows = inputs.hidden[tokens].double()
         log_q = (rows @ weight.T).div_(T).log_softmax(-1)
         log_p = (teacher.hidden[tokens].double() @ of_teacher.T).div_(T).log_softmax(-1)
-        p = log_p.exp()
-        results.append(((p * (log_p - log_q)).sum(-1), -(p * log_p).sum(-1)))
-        # The gradient of sum_v p log(p / q) by the student's logits is (q - p) / T.
-        grad = log_q.exp_().sub_(p).div_(T * count)
+        kl, p = kl_of(log_q, log_p, teacher.divergence), log_p.exp()
+        results.append((kl, -(p * log_p).sum(-1)))
+        if teacher.divergence == "forward_kl":
+            # The gradient of sum_v p log(p / q) by the student's logits is (q - p) / T.
+            grad = log_q.exp_().sub_(p)
+        else:
+            # That of sum_v q log(q / p) is q (log(q / p) - KL) / T.
+            grad = log_q.sub(log_p).sub_(kl[:, None]).mul_(log_q.exp_())
+        grad.div_(T * count)
         grad_hidden[tokens] = (grad @ weight).to(stored)
         grad_weight.addmm_(grad.T, rows)
     kl, entropy = (torch.cat(parts) for parts in zip(*results, strict=True))

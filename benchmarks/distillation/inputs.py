@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from zipfile import is_zipfile
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cce_dist.bench.inputs import (
@@ -31,17 +33,28 @@ TEACHER_SPREAD, STUDENT_SPREAD = 0.5, 1.0
 MOST_COUNTS = 1e9
 
 
+Kl = Literal["forward_kl", "reverse_kl"]
+
+
 @dataclass(frozen=True)
 class Teacher:
     """The teacher's side of a distillation: hidden [N, D_teacher], weight [V, D_teacher].
 
     Args:
         temperature: divides both models' logits.
+        divergence: the KL that is measured.
     """
 
     hidden: Tensor
     weight: Tensor
     temperature: float = 1.0
+    divergence: Kl = "forward_kl"
+
+
+def kl_of(log_q: Tensor, log_p: Tensor, divergence: Kl) -> Tensor:
+    """Computes each token's KL from the student's and the teacher's log-probabilities, [n, V]."""
+    near, far = (log_p, log_q) if divergence == "forward_kl" else (log_q, log_p)
+    return F.kl_div(far, near, reduction="none", log_target=True).sum(-1)
 
 
 def make_models(

@@ -41,6 +41,7 @@ def method_of(name: str, teacher: Teacher) -> Method:
                 hidden,
                 weight,
                 targets,
+                divergence=teacher.divergence,
                 temperature=teacher.temperature,
                 gradient=GRADIENTS[name],
                 logits="screened" if name == "screened" else "full",

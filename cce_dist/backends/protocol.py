@@ -108,6 +108,7 @@ class ForwardRequest:
     # segment, [S, N], none follows from another token or from the other segments, and nothing is
     # filtered, screened, exchanged or stored.
     segment: int = 0
+    reverse: bool = False  # of two heads: KL(student || teacher), not KL(teacher || student)
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class TeacherStats:
 
     student: Stats
     teacher_lse: Tensor
-    kl: Tensor  # nats: KL(teacher || student) of the softmaxes over this shard's columns alone
+    kl: Tensor  # nats: the request's KL of the softmaxes over this shard's columns alone
     scores: Scores | None  # of both models; None: this shard has no columns
     # [1] int32: 1 where the teacher's logits were to be screened, and are full; None: they were not
     full: Tensor | None = None
@@ -124,13 +125,16 @@ class TeacherStats:
 
 @dataclass(frozen=True)
 class TeacherPart:
-    """Another head's probabilities that a backward adds to d_logits: step 3 of two heads. The
-    request's columns are chosen by the scores of both."""
+    """Another head's part of d_logits: step 3 of two heads. The request's columns are chosen by the
+    scores of both."""
 
     tokens: Tokens  # the student's, with the teacher's hidden states
     head: Head
     lse: Tensor  # [N] merged over the ranks
-    upstream: Tensor  # [N] the loss's gradient by this lse, if it were the student's
+    # [N] the loss's gradient by this lse, if it were the student's: d_logits get the teacher's
+    # probabilities times it. None: the request's entropy, and upstream of it, are of the student's
+    # entropy relative to the teacher, -KL(student || teacher).
+    upstream: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -246,10 +250,10 @@ class Backend(Protocol):
 
     @property
     def forward_of_heads(self) -> ForwardOfHeads | None:
-        """`forward` of a student's and a teacher's logits, and their forward KL, in one pass; None:
+        """`forward` of a student's and a teacher's logits, and a KL of them, in one pass; None:
         there is none, and `BackwardRequest.teacher` is not read. The masses of both score a column
-        by `request.filter`. `request.screen` is of the teacher's logits alone. Both exchange their
-        bounds, the student first."""
+        by `request.filter`. `request.screen` is of the teacher's logits alone, for the KL that is
+        not reverse. Both exchange their bounds, the student first."""
         ...
 
     def gains_by_screening(self, num_tokens: int, num_columns: int, dim: int) -> bool:
@@ -325,12 +329,20 @@ class Backend(Protocol):
         ...
 
     def scores_like(
-        self, num_tokens: int, num_columns: int, weight: Tensor, *, has_teacher: bool = False
+        self,
+        num_tokens: int,
+        num_columns: int,
+        weight: Tensor,
+        *,
+        has_teacher: bool = False,
+        reverse: bool = False,
     ) -> Scores | None:
         """Makes uninitialised scores of the right shapes, on weight's device, for torch.compile.
         Returns None if there are no scores, or if their shapes depend on values.
 
-        Args: has_teacher: the scores of `forward_of_heads`.
+        Args:
+            has_teacher: the scores of `forward_of_heads`.
+            reverse: as of `ForwardRequest`.
         """
         ...
 

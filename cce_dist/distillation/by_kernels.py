@@ -1,4 +1,4 @@
-"""Forward KL by kernels: one pass over both heads, and a backward of the columns that matter."""
+"""A KL by kernels: one pass over both heads, and a backward of the columns that matter."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class _Heads:
     teacher: tuple[Tokens, Head]
     rule: ColumnFilter
     screen: Screen | None  # of the teacher's logits; None: they are full
+    reverse: bool  # the KL is KL(student || teacher)
     room: Room
 
     @classmethod
@@ -75,6 +76,7 @@ class _Heads:
             teacher=(replace(tokens, hidden=of_teacher), teacher_head),
             rule=ColumnFilter(plan.threshold, False, plan.options.filter.tail, plan.options.draws),
             screen=screen,
+            reverse=objective.divergences.is_reverse,
             room=plan.room(tokens, head),
         )
 
@@ -83,14 +85,15 @@ class _Heads:
         bounds = None
         if group_size(plan.group) > 1:
             bounds = functools.partial(gather_bounds, group=plan.group)
-        return ForwardRequest(plan.wanted, self.rule, self.screen, bounds, None, self.room)
+        of_heads = self.rule, self.screen, bounds, None, self.room
+        return ForwardRequest(plan.wanted, *of_heads, reverse=self.reverse)
 
     def warm_up(self, call: Call, weight: torch.dtype, needs: tuple[bool, ...]) -> None:
         """Lets the backend compile all kernels at once, before the first step. No collectives.
 
         Args: needs: whether hidden, weight and bias need a gradient.
         """
-        expected = replace(call.expect(self.tokens, weight, needs), of_lse=True)
+        expected = replace(call.expect(self.tokens, weight, needs), of_lse=not self.reverse)
         request, teacher = self.request(call.plan), self.teacher
         call.plan.backend.warm_up(self.tokens, self.head, request, expected, teacher)
 
@@ -129,7 +132,9 @@ class DistillByKernels(torch.autograd.Function):
         merged = merge(local, objective.divergences, plan, has_targets=has_targets)
         ctx.call, ctx.objective, ctx.softcap_and_scale = call, objective, teacher[3:5]
         ctx.scores, tensors = take_apart(scores)
-        vectors = (merged.sums.student, merged.sums.teacher, merged.target_logit)
+        vectors = [merged.sums.student, merged.sums.teacher, merged.target_logit]
+        if heads.reverse:
+            vectors.append(merged.sums.kl)
         ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *vectors, *tensors)
         ctx.set_materialize_grads(False)
         nll = merged.lse - merged.target_logit if has_targets else None
@@ -149,6 +154,8 @@ class DistillByKernels(torch.autograd.Function):
         teacher = Teacher(*saved[:3], *ctx.softcap_and_scale)
         lse, teacher_lse, target_logit, *tensors = saved[3:]
         call, objective, needs = ctx.call, ctx.objective, ctx.needs_input_grad
+        number = int(objective.divergences.is_reverse)
+        kl, tensors = tensors[:number], tensors[number:]
         scores = put_together(ctx.scores, iter(tensors))
         of_divergence, of_nll = grads[:2]
         if of_divergence is None and of_nll is None:
@@ -160,19 +167,26 @@ class DistillByKernels(torch.autograd.Function):
         if scores is not None:
             of_rule = heads.rule, heads.room
             kept = backend.keep(heads.tokens, heads.head, scores, lse, *of_rule)
-            if of_divergence is not None:
-                # d KL / da = q - p: q is the derivative of the student's lse.
-                part = TeacherPart(*heads.teacher, teacher_lse, -of_divergence)
+        stats, upstream = Stats(lse, target_logit), Upstream(nll=of_nll)
+        if of_divergence is not None and heads.reverse:
+            # The KL is minus the student's entropy relative to the teacher.
+            part = TeacherPart(*heads.teacher, teacher_lse, None)
+            stats = replace(stats, entropy=-kl[0])
+            upstream = replace(upstream, entropy=-of_divergence)
+        elif of_divergence is not None:
+            # d KL / da = q - p: q is the derivative of the student's lse.
+            part = TeacherPart(*heads.teacher, teacher_lse, -of_divergence)
+            upstream = replace(upstream, lse=of_divergence)
         request = BackwardRequest(
-            stats=Stats(lse, target_logit),
-            upstream=Upstream(nll=of_nll, lse=of_divergence),
+            stats=stats,
+            upstream=upstream,
             kept=kept,
             hidden=plan.hidden_sum(heads.tokens, hidden.dtype) if needs[0] else None,
             weight=target.into,
             bias=needs[2],
             store=None,
             room=heads.room,
-            teacher=part,
+            teacher=None if kept is None else part,
         )
         out = backend.backward(heads.tokens, heads.head, request)
         grad_hidden = None if out.hidden is None else out.hidden.to(hidden.dtype)

@@ -61,8 +61,9 @@ class Bound:
     def scores_like(self, plan: Plan, size: int, weight: Tensor) -> Scores | None:
         if not is_by_kernels(plan):
             return None
-        columns = plan.shard.num_classes
-        return plan.backend.scores_like(size, columns, weight, has_teacher=True)
+        of_call = size, plan.shard.num_classes, weight
+        reverse = self.objective.divergences.is_reverse
+        return plan.backend.scores_like(*of_call, has_teacher=True, reverse=reverse)
 
 
 _BOUND: dict[str, Bound] = {}
@@ -72,9 +73,11 @@ def is_by_kernels(plan: Plan) -> bool:
     return plan.backend.forward_of_heads is not None
 
 
-def num_vectors(plan: Plan) -> int:
+def num_vectors(plan: Plan, objective: Objective) -> int:
     """Returns the number of vectors of tokens that the autograd function saves."""
-    return 3 if is_by_kernels(plan) else 4
+    if not is_by_kernels(plan):
+        return 4
+    return 4 if objective.divergences.is_reverse else 3
 
 
 @torch.compiler.assume_constant_result
@@ -196,7 +199,7 @@ def distill(
     value, nll, screened = outputs
     if screened is None:
         screened = hidden.new_zeros((), dtype=torch.bool)
-    first, last = NUM_INPUTS, NUM_INPUTS + num_vectors(plan)
+    first, last = NUM_INPUTS, NUM_INPUTS + num_vectors(plan, bound.objective)
     vectors = [padded(x, size) for x in ctx.saved_tensors[first:last]]
     state = list(ctx.saved_tensors[last:]) if any(needs) else []
     outputs = [padded(value, size), value.new_empty(0) if nll is None else padded(nll, size)]
@@ -216,7 +219,7 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tupl
         return hidden.new_empty(size if is_wanted else 0, dtype=dtype)
 
     scores = bound.scores_like(plan, size, weight) if any(needs) else None
-    vectors = [vector() for _ in range(num_vectors(plan))]
+    vectors = [vector() for _ in range(num_vectors(plan, bound.objective))]
     flag = hidden.new_empty((), dtype=torch.bool)
     return vector(), vector(bound.objective.alpha > 0), flag, vectors, take_apart(scores)[1]
 

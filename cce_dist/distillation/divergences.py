@@ -38,6 +38,10 @@ class Divergences:
         """Passes over the logits until the value is known."""
         return 1 if self.name in ("forward_kl", "reverse_kl") else 2
 
+    @property
+    def is_reverse(self) -> bool:
+        return self.name == "reverse_kl"
+
     # -- the first pass ---------------------------------------------------------------------------
 
     def sums(self, a: Tensor, y: Tensor) -> Sums:
@@ -86,7 +90,7 @@ class Divergences:
     def slopes(self, log_q: Tensor, log_p: Tensor) -> Tensor:
         """Returns f of the derivative q (f - sum q f) by a, of all but forward KL; any number where
         q is 0."""
-        if self.name == "reverse_kl":
+        if self.is_reverse:
             return log_q - log_p
         if self.name == "tvd":
             return torch.sign(log_q - log_p) / 2

@@ -102,7 +102,7 @@ def linear_distillation(
         (1 - alpha) D(p, q) + alpha nll,        nll of the target, at temperature 1
 
     without a factor temperature^2. Gradients are by hidden, weight and bias. On a GPU Triton
-    kernels compute forward KL with filtered gradients in one pass. All else goes tile by tile, with
+    kernels compute both KLs with filtered gradients in one pass. All else goes tile by tile, with
     gradients of every column: products by torch, the rest by kernels or, elsewhere than on a GPU
     and for float64, by eager torch. docs/design/distillation.md.
 
@@ -119,7 +119,8 @@ def linear_distillation(
         stats: "divergence", "nll" and "screened"; nll needs alpha > 0.
         gradient: "filtered" lets the kernels replace columns where both models have little mass by
             the product of their marginals; "exact" computes every column.
-        filter: `Filter` of both models' mass together, without `eps`.
+        filter: `Filter` of both models' mass, without `eps`: of their sum; for reverse KL of the
+            student's, times one plus the size of the two masses' log ratio.
         logits: "screened" lets the kernels compute the teacher's logits in 8 bits, and those of
             columns of much mass exactly; for forward KL with filtered gradients, of a teacher in
             bf16 or fp16. Logits are full without kernels, where 8 bits would err too much, and
@@ -318,7 +319,7 @@ def _backends_of(
             'backend="triton" of linear_distillation needs a teacher in bf16, fp16 or fp32, got '
             "float64"
         )
-    of_heads = objective.divergences.name == "forward_kl" and options.gradient == "filtered"
+    of_heads = objective.divergences.passes == 1 and options.gradient == "filtered"
     if of_heads and not is_wide:
         return options, "torch"
     return replace(options, backend="torch"), "torch" if is_wide else options.backend

@@ -203,10 +203,10 @@ class Distillation:
         if hasattr(student, "ds_id") or hasattr(teacher, "ds_id"):
             return "DeepSpeed's ZeRO-3 has split its models' heads"
         chosen = self.options.gradient != "filtered" or self.options.backend == "torch"
-        if student.is_cuda and beta != 0 and not chosen:
+        if student.is_cuda and beta not in (0, 1) and not chosen:
             return (
-                f"cce_dist computes beta=0 in one pass, got beta={beta}, for which TRL's kernels "
-                "make no logits either; apply(gradient='exact') takes cce_dist's"
+                f"cce_dist computes beta=0 and 1 in one pass, got beta={beta}, for which TRL's "
+                "kernels make no logits either; apply(gradient='exact') takes cce_dist's"
             )
         return None
 

@@ -1,4 +1,4 @@
-"""Forward KL by the Triton kernels against dense softmaxes in float64: over ranks, and filtered."""
+"""Both KLs by the Triton kernels against dense softmaxes in float64: over ranks, and filtered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cce_dist import Filter, VocabShard, linear_distillation
 from cce_dist.distillation.by_kernels import _Heads
-from cce_dist.reference import reference_logits
+from cce_dist.reference import divergence_reference, reference_logits
 from cce_dist.testing import DTYPES, TRITON_PLACES, Place, nccl_pool, shared_pool
 from tests.backends.triton.triton_cases import give_programs
 from tests.distillation.test_distillation import CLASSES, TOKENS, Both, error, upstream_of
@@ -22,13 +22,18 @@ EVERY = Filter(keep=1e-30)
 VALUES = {"fp32": 2e-6, "fp16": 2e-6, "bf16": 2e-6}
 # Of a KL whose log ratios have a student's logit that fp16 holds.
 BY_HOPPER = 2.0**-12
-GRADIENTS = {"fp32": 3e-6, "fp16": 1e-3, "bf16": 4e-3}
+GRADIENTS = {
+    "forward_kl": {"fp32": 3e-6, "fp16": 1e-3, "bf16": 4e-3},
+    # Log ratios of ten nats are rounded as logits are: torch's eager fp32 errs by 7e-6.
+    "reverse_kl": {"fp32": 1e-5, "fp16": 2e-3, "bf16": 4e-3},
+}
 MARKS = {"cpu": [], "cuda": [pytest.mark.gpu]}
 BY_PLACE = [
     pytest.param(place, dtype, id=f"{place}-{dtype}", marks=MARKS[place.device])
     for place in TRITON_PLACES
     for dtype in place.dtypes
 ]
+KLS = pytest.mark.parametrize("kl", ["forward_kl", "reverse_kl"])
 
 
 def wide_leaves(both: Both) -> dict[str, Tensor]:
@@ -50,46 +55,48 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+@KLS
 @pytest.mark.parametrize("call", list(CALLS))
 @pytest.mark.parametrize(("place", "dtype"), BY_PLACE)
 def test_values_and_gradients_are_those_of_dense_logits(
-    place: Place, dtype: str, call: str
+    place: Place, dtype: str, call: str, kl: str
 ) -> None:
-    both, options = Both.make(DTYPES[dtype], place.device), CALLS[call]
+    both, options = Both.make(DTYPES[dtype], place.device), {**CALLS[call], "divergence": kl}
     leaves, wide = both.leaves(), wide_leaves(both)
     run = {"filter": EVERY, **place.options, **options}
     found = both.run(leaves, **run)
     loss = found if isinstance(found, Tensor) else found.loss
-    expected = both.dense(wide, "forward_kl", options)
+    expected = both.dense(wide, kl, options)
     rounds = call == "plain" and place.compiles and dtype != "fp32"
-    # Of the student's logits Hopper's kernel rounds what the KL reads to fp16.
+    # Of the logits of the first model Hopper's kernel rounds what the KL reads to fp16.
     assert error(loss, expected.loss) < (BY_HOPPER if rounds else VALUES[dtype])
     if not isinstance(found, Tensor):
         assert error(found.divergence, expected.divergence) < VALUES[dtype]  # pyright: ignore
         assert found.nll is None or error(found.nll, expected.nll) < VALUES[dtype]  # pyright: ignore
     ours, right = gradients(loss, leaves), gradients(expected.loss, wide)
     for name, grad in ours.items():
-        assert error(grad, right[name]) < GRADIENTS[dtype], name
+        assert error(grad, right[name]) < GRADIENTS[kl][dtype], name
 
 
+@KLS
 @pytest.mark.parametrize("count", [TOKENS[0] * TOKENS[1], 9])
 @pytest.mark.parametrize(("place", "dtype"), BY_PLACE)
-def test_without_biases(place: Place, dtype: str, count: int) -> None:
+def test_without_biases(place: Place, dtype: str, count: int, kl: str) -> None:
     both = Both.make(DTYPES[dtype], place.device)
     leaves = both.leaves()
     hidden, weight = leaves["hidden"].flatten(0, 1)[:count], leaves["weight"]
     of_teacher = both.teacher_hidden.flatten(0, 1)[:count], both.teacher_weight
-    given = {"reduction": "none", "filter": EVERY, **place.options}
+    given = {"reduction": "none", "filter": EVERY, "divergence": kl, **place.options}
     loss = linear_distillation(hidden, weight, *of_teacher, **given)
     z = (hidden.double() @ weight.double().T).log_softmax(-1)
     y = (of_teacher[0].double() @ of_teacher[1][:CLASSES].double().T).log_softmax(-1)
-    right = (y.exp() * (y - z)).sum(-1)
+    right = divergence_reference(z, y, kl)
     limit = BY_HOPPER if place.compiles and dtype != "fp32" else VALUES[dtype]
     assert error(loss, right) < limit  # pyright: ignore[reportArgumentType]
     some = {name: leaves[name] for name in ("hidden", "weight")}
     wanted = gradients(right, some)
     for name, grad in gradients(loss, some).items():  # pyright: ignore[reportArgumentType]
-        assert error(grad, wanted[name].double()) < GRADIENTS[dtype], name
+        assert error(grad, wanted[name].double()) < GRADIENTS[kl][dtype], name
 
 
 def zipf(dtype: torch.dtype, device: str, tokens: int = 512, classes: int = 6000) -> Both:
@@ -114,29 +121,29 @@ PLAIN: dict[str, Any] = {
 }
 
 
+@KLS
 @pytest.mark.parametrize(
     "place",
     [pytest.param(place, id=str(place), marks=MARKS[place.device]) for place in TRITON_PLACES],
 )
-def test_filtered_is_no_worse_than_dense_16_bit(place: Place) -> None:
+def test_filtered_is_no_worse_than_dense_16_bit(place: Place, kl: str) -> None:
     """Dense: logits and their gradients in 16 bits, softmaxes in fp32."""
     dtype = torch.float16 if place.interprets else torch.bfloat16
     both = zipf(dtype, place.device)
     leaves, wide = both.leaves(), wide_leaves(both)
-    loss = both.run(leaves, **PLAIN, **place.options)
+    loss = both.run(leaves, **PLAIN, **place.options, divergence=kl)
     assert isinstance(loss, Tensor)
     loss.backward()
-    right = both.dense(wide, "forward_kl", PLAIN).loss.mean()
+    right = both.dense(wide, kl, PLAIN).loss.mean()
     right.backward()
     dense = both.leaves()
     z = torch.nn.functional.linear(dense["hidden"], dense["weight"], dense["bias"].to(dtype))
     y = torch.nn.functional.linear(
         both.teacher_hidden, both.teacher_weight, both.teacher_bias.to(dtype)
     )
-    log_q, log_p = z.float().log_softmax(-1), y.float().log_softmax(-1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
-    nll = -log_q.gather(-1, both.targets[:, None])[:, 0]
-    (0.8 * kl + 0.2 * nll).mean().backward()
+    divergence = divergence_reference(z.float(), y.float(), kl)
+    nll = torch.nn.functional.cross_entropy(z.float(), both.targets, reduction="none")
+    (0.8 * divergence + 0.2 * nll).mean().backward()
     assert error(loss, right) < 1e-5
     for name, leaf in leaves.items():
         expected = wide[name].grad
@@ -146,20 +153,22 @@ def test_filtered_is_no_worse_than_dense_16_bit(place: Place) -> None:
         assert ours <= theirs, f"{name}: error {ours:.2e}, dense {theirs:.2e}"
 
 
-def test_a_wider_filter_errs_more() -> None:
+@KLS
+def test_a_wider_filter_errs_more(kl: str) -> None:
     both, errors = zipf(torch.float32, "cpu", 300, 3000), []
-    exact = both.leaves()
-    both.run(exact, **PLAIN, gradient="exact").backward()  # pyright: ignore
+    exact, call = both.leaves(), {**PLAIN, "divergence": kl}
+    both.run(exact, **call, gradient="exact").backward()  # pyright: ignore
     for keep in (1e-30, 0.02, 0.2):
         leaves = both.leaves()
-        both.run(leaves, **PLAIN, backend="triton", filter=Filter(keep=keep)).backward()  # pyright: ignore
+        both.run(leaves, **call, backend="triton", filter=Filter(keep=keep)).backward()  # pyright: ignore
         errors.append([error(leaves[name].grad, exact[name].grad) for name in leaves])  # pyright: ignore
     for least, some, most in zip(*errors, strict=True):
         assert least < 2e-6 < some < most < 0.2
 
 
+@KLS
 @pytest.mark.parametrize("programs", [1, 3])
-def test_launches_and_overflow(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
+def test_launches_and_overflow(monkeypatch: pytest.MonkeyPatch, programs: int, kl: str) -> None:
     """Several splits and launches; one token of each model whose sums overflow."""
     give_programs(monkeypatch, programs)
     both = Both.make(torch.float32)
@@ -167,18 +176,20 @@ def test_launches_and_overflow(monkeypatch: pytest.MonkeyPatch, programs: int) -
         hidden[at] *= 300
     call = {"softcap": None, "alpha": 0.0, "stats": (), "temperature": 1.0}
     leaves = both.leaves()
-    found = both.run(leaves, **call, backend="triton", filter=EVERY)
-    expected = both.dense(wide_leaves(both), "forward_kl", call).loss
+    found = both.run(leaves, **call, backend="triton", filter=EVERY, divergence=kl)
+    expected = both.dense(wide_leaves(both), kl, call).loss
     assert isinstance(found, Tensor)
     torch.testing.assert_close(found.double(), expected, rtol=3e-6, atol=3e-6)
 
 
+@KLS
 @pytest.mark.parametrize("count", [0, 1, 128, 129])
-def test_tokens_that_count(count: int) -> None:
+def test_tokens_that_count(count: int, kl: str) -> None:
     both = Both.make(torch.float32)
     targets = torch.full(TOKENS, -100)
     targets.view(-1)[5 : 5 + count] = 3
     some, call = replace(both, targets=targets), {"shift": 0, "temperature": 1.0, "softcap": None}
+    call["divergence"] = kl
     # What is ignored may hold anything.
     some.hidden.view(-1, some.hidden.shape[-1])[4] = torch.nan
     ours, right = some.leaves(), some.leaves()
@@ -188,39 +199,51 @@ def test_tokens_that_count(count: int) -> None:
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
     wanted = gradients(expected.loss, right)
     for name, grad in gradients(found.loss, ours).items():
-        torch.testing.assert_close(grad, wanted[name], rtol=1e-5, atol=1e-5)
+        off = (grad - wanted[name]).norm()
+        assert off <= GRADIENTS[kl]["fp32"] * wanted[name].norm(), name
 
 
-def test_an_id_that_the_student_masks() -> None:
-    """The teacher gives it mass: KL is infinite. An id that the teacher masks adds nothing."""
-    both, call = Both.make(torch.float32), {"alpha": 0.0, "stats": (), "softcap": None}
-    both.teacher_bias[7] = -torch.inf
+@KLS
+def test_an_id_that_one_model_masks(kl: str) -> None:
+    """The other gives it mass: one KL is infinite. To the other KL the id adds nothing."""
+    both = Both.make(torch.float32)
+    call = {"alpha": 0.0, "stats": (), "softcap": None, "divergence": kl}
+    biases = (both.teacher_bias, both.bias)
+    near, far = biases if kl == "forward_kl" else reversed(biases)
+    near[7] = -torch.inf
     found = both.run(both.leaves(), **call, backend="triton", filter=EVERY)
     expected = both.run(both.leaves(), **call, gradient="exact")
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    both.bias[9] = -torch.inf
+    far[9] = -torch.inf
     with torch.no_grad():
         found = both.run(both.leaves(), **call, backend="triton")
     assert isinstance(found, Tensor)
     assert (found[both.targets[..., 1:] >= 0] == torch.inf).all()
 
 
-@pytest.mark.parametrize("softcaps", [(3.0, None), (None, 3.0)])
-def test_targets_leave_the_dropped_mass(
-    monkeypatch: pytest.MonkeyPatch, softcaps: tuple[float | None, float | None]
-) -> None:
-    """A target's column is kept: both models' dropped sums lose what they had of it."""
-    both, scores = zipf(torch.float32, "cpu", 100, 2000), []
-    targets = torch.arange(1000, 1100)
-    both, whole = replace(both, targets=targets), _Heads.forward
+@pytest.fixture
+def scores(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The marks of each forward."""
+    seen, whole = [], _Heads.forward
 
     def forward(heads: _Heads, plan: Any) -> Any:
         first, marks = whole(heads, plan)
-        scores.append(marks)
+        seen.append(marks)
         return first, marks
 
     monkeypatch.setattr(_Heads, "forward", forward)
-    call = {**PLAIN, "softcap": softcaps[0], "teacher_softcap": softcaps[1]}
+    return seen
+
+
+@KLS
+@pytest.mark.parametrize("softcaps", [(3.0, None), (None, 3.0)])
+def test_targets_leave_the_dropped_mass(
+    scores: list[Any], softcaps: tuple[float | None, float | None], kl: str
+) -> None:
+    """A target's column is kept: both models' dropped sums lose what they had of it."""
+    targets = torch.arange(1000, 1100)
+    both = replace(zipf(torch.float32, "cpu", 100, 2000), targets=targets)
+    call = {**PLAIN, "softcap": softcaps[0], "teacher_softcap": softcaps[1], "divergence": kl}
     with torch.no_grad():
         both.run(both.leaves(), **call, backend="triton", filter=Filter(keep=0.1))
     z = reference_logits(both.hidden, both.weight, both.bias, softcap=softcaps[0])
@@ -230,9 +253,40 @@ def test_targets_leave_the_dropped_mass(
     slope = 1.0 if softcaps[0] is None else 1 - (z / softcaps[0]) ** 2
     dropped = (scores[0].kept[:, 0] & 1) == 0
     assert dropped.any() and not dropped[targets].any()
-    for logits, found in ((z, scores[0].log_dropped), (y, scores[0].teacher_log_dropped)):
-        expected = (logits.exp() * slope)[:, dropped].sum(1)
-        torch.testing.assert_close(found.exp(), expected, rtol=1e-4, atol=0)
+    of_student, of_teacher = (((x.exp() * slope)[:, dropped]).sum(1) for x in (z, y))
+    torch.testing.assert_close(scores[0].log_dropped.exp(), of_student, rtol=1e-4, atol=0)
+    if kl == "forward_kl":
+        torch.testing.assert_close(scores[0].of_dropped.exp(), of_teacher, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("softcaps", [(3.0, None), (None, 3.0), (None, None)])
+def test_how_far_dropped_logits_are_apart(
+    monkeypatch: pytest.MonkeyPatch,
+    scores: list[Any],
+    softcaps: tuple[float | None, float | None],
+    programs: int,
+) -> None:
+    """For reverse KL: in the mean, weighed by the student's exponentials times softcap'. A token of
+    each model overflows, and is computed again."""
+    give_programs(monkeypatch, programs)
+    both = zipf(torch.float32, "cpu", 100, 2000)
+    both.hidden[1] *= 30
+    both.teacher_hidden[2] *= 30
+    call = {**PLAIN, "softcap": softcaps[0], "teacher_softcap": softcaps[1], "alpha": 0.0}
+    call["divergence"] = "reverse_kl"
+    with torch.no_grad():
+        loss = both.run(both.leaves(), **call, backend="triton", filter=Filter(keep=0.1))
+    z = reference_logits(both.hidden, both.weight, both.bias, softcap=softcaps[0]).double()
+    y = reference_logits(
+        both.teacher_hidden, both.teacher_weight, both.teacher_bias, softcap=softcaps[1]
+    ).double()
+    assert error(loss, divergence_reference(z, y, "reverse_kl").mean()) < 1e-5
+    slope = 1.0 if softcaps[0] is None else 1 - (z / softcaps[0]) ** 2
+    dropped = (scores[0].kept[:, 0] & 1) == 0
+    weight = ((z - z.logsumexp(1, keepdim=True)).exp() * slope)[:, dropped]
+    expected = (weight * (z - y)[:, dropped]).sum(1) / weight.sum(1)
+    torch.testing.assert_close(scores[0].of_dropped.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("programs", [1, 3])
@@ -252,9 +306,11 @@ def test_a_mass_on_a_masked_id_that_underflows_later(
     torch.testing.assert_close(found[sure], expected[sure], rtol=1e-5, atol=1e-5)
 
 
-def test_each_value_alone_has_its_gradient() -> None:
+@KLS
+def test_each_value_alone_has_its_gradient(kl: str) -> None:
     """A loss of nll alone, or of the divergence alone, has no part of the other."""
     both, call = zipf(torch.float32, "cpu", 200, 2000), {**PLAIN, "stats": ("divergence", "nll")}
+    call["divergence"] = kl
     for name in call["stats"]:
         leaves, right = both.leaves(), both.leaves()
         ours = getattr(both.run(leaves, **call, backend="triton"), name)
@@ -264,29 +320,32 @@ def test_each_value_alone_has_its_gradient() -> None:
             assert error(grad, wanted[key]) < 2e-2, (name, key)
 
 
+@KLS
 @pytest.mark.parametrize(
     ("place", "dtype"), [each for each in BY_PLACE if each.values[1] != "fp32"]
 )
-def test_a_token_of_little_weight_has_its_digits(place: Place, dtype: str) -> None:
+def test_a_token_of_little_weight_has_its_digits(place: Place, dtype: str, kl: str) -> None:
     both, call = Both.make(DTYPES[dtype], place.device), {**CALLS["plain"], "shift": 0}
+    call["divergence"] = kl
     little = torch.zeros(TOKENS, dtype=torch.bool, device=place.device)
     little[1:] = True
     some = {**call, "token_weight": torch.ones_like(little).float().masked_fill(little, 1e-4)}
     leaves, wide = both.leaves(), wide_leaves(both)
     loss = both.run(leaves, **some, **place.options, filter=EVERY)
-    right = both.dense(wide, "forward_kl", call).loss * some["token_weight"].double()
+    right = both.dense(wide, kl, call).loss * some["token_weight"].double()
     ours = torch.autograd.grad(loss.sum(), leaves["hidden"])[0][little]
     wanted = torch.autograd.grad(right.sum(), wide["hidden"])[0][little]
     # In fp16 d_logits themselves have fewer digits.
-    assert error(ours, wanted) < {"fp16": 1e-2, "bf16": GRADIENTS["bf16"]}[dtype]
+    assert error(ours, wanted) < {"fp16": 1e-2, "bf16": GRADIENTS[kl]["bf16"]}[dtype]
 
 
-def test_the_same_bytes_in_every_run() -> None:
+@KLS
+def test_the_same_bytes_in_every_run(kl: str) -> None:
     both = zipf(torch.float32, "cpu", 200, 2000)
     runs = []
     for _ in range(2):
         leaves = both.leaves()
-        loss = both.run(leaves, **PLAIN, backend="triton")
+        loss = both.run(leaves, **PLAIN, backend="triton", divergence=kl)
         loss.backward()  # pyright: ignore
         runs.append([loss, *(leaf.grad for leaf in leaves.values())])
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
@@ -339,48 +398,66 @@ def group_device(group: Any) -> str:
     return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
+@KLS
 @pytest.mark.parametrize("call", ["one pass", "two temperatures"])
 @pytest.mark.parametrize(
     ("cuts", "split"),
     [((0, 350, CLASSES), True), ((0, 11, 11, CLASSES), False)],
     ids=["even_and_sequence_parallel", "ragged_with_an_empty_shard"],
 )
-def test_over_ranks(cuts: tuple[int, ...], split: bool, call: str) -> None:
-    both, options = Both.make(torch.float32), {**CALLS[call], "filter": EVERY}
+def test_over_ranks(cuts: tuple[int, ...], split: bool, call: str, kl: str) -> None:
+    both, options = Both.make(torch.float32), {**CALLS[call], "filter": EVERY, "divergence": kl}
     ranks = shared_pool().run(len(cuts) - 1, on_a_rank, both, cuts, split, options)
     check_ranks(both, ranks, split, options, 5e-6)
 
 
-def test_a_shard_where_the_student_has_no_mass() -> None:
-    """Its sum underflows beside the other rank's; the teacher's does not."""
+@KLS
+def test_a_shard_where_a_model_has_no_mass(kl: str) -> None:
+    """Its sum underflows beside the other rank's; the other model's does not."""
     both, cuts = Both.make(torch.float32), (0, 350, CLASSES)
-    both.bias[350:] -= 130
-    options = {**CALLS["plain"], "temperature": 1.0, "filter": EVERY}
+    far = both.bias if kl == "forward_kl" else both.teacher_bias
+    far[350:] -= 130
+    options = {**CALLS["plain"], "temperature": 1.0, "filter": EVERY, "divergence": kl}
     ranks = shared_pool().run(2, on_a_rank, both, cuts, False, options)
     check_ranks(both, ranks, False, options, 5e-6)
 
 
-def test_a_shard_that_the_student_masks() -> None:
+@KLS
+def test_a_shard_that_a_model_masks(kl: str) -> None:
     both, cuts = Both.make(torch.float32), (0, 350, CLASSES)
-    both.bias[350:] = -torch.inf
-    options = {**CALLS["plain"], "filter": EVERY}
+    far = both.bias if kl == "forward_kl" else both.teacher_bias
+    far[350:] = -torch.inf
+    options = {**CALLS["plain"], "filter": EVERY, "divergence": kl}
     for loss, _ in shared_pool().run(2, on_a_rank, both, cuts, False, options):
         assert (loss[both.targets[..., 1:] >= 0] == torch.inf).all()
 
 
+@KLS
+def test_filtered_over_ranks(kl: str) -> None:
+    """Each rank's dropped columns have the sum of their derivatives: the direction that all rows
+    share is right."""
+    both, cuts = zipf(torch.float32, "cpu", 256, 6000), (0, 700, 6000)
+    generator = torch.Generator().manual_seed(5)
+    both.weight.add_(0.5 * torch.randn(both.weight.shape[1], generator=generator))
+    options = {**PLAIN, "reduction": "none", "filter": Filter(keep=0.01), "divergence": kl}
+    ranks = shared_pool().run(2, on_a_rank, both, cuts, False, options)
+    check_ranks(both, ranks, False, options, 5e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.multigpu
+@KLS
 @pytest.mark.parametrize("split", [False, True])
-def test_filtered_over_two_gpus(split: bool) -> None:
+def test_filtered_over_two_gpus(split: bool, kl: str) -> None:
     both = zipf(torch.bfloat16, "cpu", 1024, 8192)
-    options = {**PLAIN, "reduction": "none"}
+    options = {**PLAIN, "reduction": "none", "divergence": kl}
     ranks = nccl_pool().run(2, on_a_rank, both, (0, 3000, 8192), split, options)
     check_ranks(both, ranks, split, options, 1.2e-2)
 
 
 def check_ranks(both: Both, ranks: Any, split: bool, call: Any, limit: float) -> None:
     wide = wide_leaves(both)
-    expected = both.dense(wide, "forward_kl", call).loss
+    expected = both.dense(wide, call.get("divergence", "forward_kl"), call).loss
     right = gradients(expected, wide)
     for loss, _ in ranks:
         assert torch.equal(loss, ranks[0][0])

@@ -73,8 +73,10 @@ def test_eager_torch(divergence: str, call: str) -> None:
         if dtype in place.dtypes
     ],
 )
-def test_kernels(place: Place, dtype: str, call: str) -> None:
-    check_compiled(Both.make(DTYPES[dtype], place.device), **place.options, **CALLS[call])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+def test_kernels(divergence: str, place: Place, dtype: str, call: str) -> None:
+    options = {**place.options, **CALLS[call], "divergence": divergence}
+    check_compiled(Both.make(DTYPES[dtype], place.device), **options)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def warm_up(
         *_traits(tokens, head),
         *(None if teacher is None else _traits(*teacher), tokens.scale is None),
         *(request.wanted, request.screen, type(store), rule and replace(rule, threshold=1.0)),
+        request.reverse,
         *(kind, replace(backward, hidden=None)),
         *(num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks)),
         rule is None and _holds_all(request.room, weight, num_blocks),
@@ -139,7 +140,7 @@ def _go_through(
         of_teacher = replace(few, hidden=teacher[0].hidden), teacher[1]
         out = forward_of_heads(few, head, of_teacher, request, order_as)
         stats, marks = out.student, out.scores
-        part = TeacherPart(*of_teacher, out.teacher_lse, stats.lse)
+        part = TeacherPart(*of_teacher, out.teacher_lse, None if request.reverse else stats.lse)
     kept = None
     if request.filter is not None:
         assert isinstance(marks, Marks)
@@ -153,9 +154,11 @@ def _go_through(
     if expected.sums_nll:
         loss.KERNELS.total(stats.lse, stats.target_logit, stats.lse[:1])
         loss.KERNELS.share_gradient(stats.lse[0], stats.lse, stats.lse[:1])
-    upstream = Upstream(stats.lse, stats.lse if expected.of_lse else None, stats.smooth_logit)
+    entropy = stats.lse if request.reverse else None
+    of_lse = stats.lse if expected.of_lse else None
+    upstream = Upstream(stats.lse, of_lse, stats.smooth_logit, entropy)
     backward_request = BackwardRequest(
-        stats=replace(stats, entropy=None),
+        stats=replace(stats, entropy=entropy),
         upstream=upstream,
         kept=kept,
         hidden=hidden,

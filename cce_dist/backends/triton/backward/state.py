@@ -127,7 +127,9 @@ class BackwardState:
         listed = store if kept is not None and isinstance(store, ListedLogits) else None
         logits = store if isinstance(store, KeptLogits) else None
         by_torch = logits is not None and logits.by_torch
-        marks = None if kept is None else kept.marks
+        marks, part, beside = None if kept is None else kept.marks, request.teacher, None
+        if marks is not None and part is not None and part.upstream is None:
+            beside = part.lse, marks.of_dropped
         per_token = TokenUpstream.of(
             tokens,
             head,
@@ -136,10 +138,10 @@ class BackwardState:
             None if marks is None else marks.order,
             num_blocks,
             by_torch=by_torch,
+            beside=beside,
         )
         teacher = None
-        if request.teacher is not None:
-            part = request.teacher
+        if part is not None:
             teacher = TeacherState.of(tokens, head, request, part, per_token, num_blocks)
         state = cls(
             num_tokens=len(tokens),
@@ -209,22 +211,28 @@ class BackwardState:
         if self.kept is None or self.tail_mass is None:
             return None
         marks = self.kept.marks
-        alone = marks.teacher_log_dropped is not None and self.teacher is None
-        return marks.share[: len(marks.share) // 2] if alone else marks.share
+        groups = triton.cdiv(self.num_blocks, marks.blocks_per_group)
+        alone = self.teacher_mass is None and len(marks.share) > groups
+        return marks.share[:groups] if alone else marks.share
 
     @property
     def groups(self) -> int:
-        """The groups of all tails: a teacher has as many as its student."""
+        """The groups of all tails: a teacher's has as many as its student's."""
         return 0 if self.share is None else self.share.shape[0]
 
     @property
     def groups_of_tail(self) -> int:
-        return self.groups if self.teacher is None else self.groups // 2
+        return self.groups if self.teacher_mass is None else self.groups // 2
+
+    @property
+    def teacher_mass(self) -> Tensor | None:
+        """[P] `tail_mass` of a teacher's tail; None: there is none."""
+        return None if self.teacher is None else self.teacher.tail_mass
 
     @property
     def second_mass(self) -> Tensor | None:
         """[P] upstream of the mean logit, or of the teacher's tail, which have the same place."""
-        return self.mean if self.teacher is None else self.teacher.tail_mass
+        return self.mean if self.teacher_mass is None else self.teacher_mass
 
     @property
     def padded_groups(self) -> int:
@@ -290,7 +298,7 @@ class BackwardState:
             self.tokens_per_group // TOKEN_BLOCK,
             BLOCK_D=block_d,
             HAS_MEAN=with_mean,
-            HAS_TEACHER=self.teacher is not None,
+            HAS_TEACHER=self.teacher_mass is not None,
         )
 
         add_spread = self._add_spread()
@@ -351,7 +359,7 @@ class BackwardState:
             HAS_TAIL=self.share is not None,
             HAS_DRAWN=draws,
             HAS_MEAN=self.mean is not None,
-            HAS_TEACHER=self.teacher is not None and self.teacher.tail_mass is not None,
+            HAS_TEACHER=self.teacher_mass is not None,
             EVERY=self.lists is None,
         )
         return out

@@ -22,7 +22,7 @@ class TeacherState:
     head: Head
     hidden: Tensor  # [num_rows, D_teacher]
     factors: Tensor  # [7, P] fp32: see `exact_logits_kernel`; divided as the student's are
-    tail_mass: Tensor | None  # [P]; None: dropped columns add nothing
+    tail_mass: Tensor | None  # [P]; None: the student's tail has all that dropped columns add
 
     @classmethod
     def of(
@@ -37,19 +37,21 @@ class TeacherState:
         """Args: head: the student's, by whose logits the gradient is taken."""
         kept = request.kept
         assert isinstance(kept, KeptColumns)
-        upstream = Upstream(lse=part.upstream)
+        upstream, has_tail = Upstream(lse=part.upstream), kept.tail and part.upstream is not None
         of_teacher = replace(request, stats=Stats(part.lse, part.lse), upstream=upstream)
         per_token = TokenUpstream.of(
             tokens,
             head,
             of_teacher,
-            kept.marks.teacher_log_dropped if kept.tail else None,
+            kept.marks.of_dropped if has_tail else None,
             kept.marks.order,
             num_blocks,
             by_torch=False,
         )
-        # Student and teacher were divided by different powers of two: take the student's for both.
-        per_token.factors[0] *= per_token.grad_scale / student.grad_scale
+        if part.upstream is not None:
+            # Student and teacher were divided by different powers of two: take the student's for
+            # both.
+            per_token.factors[0] *= per_token.grad_scale / student.grad_scale
         hidden = with_unit_inner_stride(part.tokens.hidden)
         return cls(for_kernels(part.head), hidden, per_token.factors, per_token.tail_mass)
 

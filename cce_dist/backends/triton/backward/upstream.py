@@ -29,7 +29,8 @@ class TokenUpstream:
     read_rows: Tensor  # [P] int64: the same, but a counting token's row for tokens that don't count
     targets: Tensor  # [P] int32, -1: none here
     scale: float | Tensor  # factor of all logits, or [P] fp32 of each token's
-    tail_mass: Tensor | None  # [P] upstream times dropped mass
+    # [P] upstream times dropped mass; with the part of an entropy that is relative to a teacher
+    tail_mass: Tensor | None
     # [2, P]: tail_mass with the entropy's part, but for log s_v; factor of the mean of log s_v
     entropy_tail: Tensor | None
     mean: Tensor | None  # [P] upstream of the mean logit, where it is linear
@@ -45,6 +46,8 @@ class TokenUpstream:
         num_blocks: int,
         *,
         by_torch: bool,  # torch's products follow, which take d_logits whole and undivided
+        # [N] of the model that the entropy is relative to: lse, and `Marks.of_dropped`
+        beside: tuple[Tensor, Tensor | None] | None = None,
     ) -> TokenUpstream:
         stats, upstream, lse = request.stats, request.upstream, request.stats.lse
         rows, count = rows_of(tokens)
@@ -57,7 +60,7 @@ class TokenUpstream:
         of_tokens = [*grads[:3], grads[3] if of_elements else None]
         divides = head.weight.element_size() == 2 and not by_torch and not request.invariant
         divides = divides and any(g is not None for g in of_tokens)
-        has_entropy_tail = log_dropped is not None and grads[2] is not None
+        has_entropy_tail = log_dropped is not None and grads[2] is not None and beside is None
 
         def new(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=lse.device)
@@ -77,7 +80,7 @@ class TokenUpstream:
         )
         # The kernel reads the entropy for its gradient alone; None spares a second binary.
         entropy = None if grads[2] is None else stats.entropy
-        vectors = (lse, stats.target_logit, *grads, entropy, log_dropped)
+        vectors = (lse, stats.target_logit, *grads, entropy, log_dropped, *(beside or (None, None)))
         contiguous = (None if x is None else x.contiguous() for x in vectors)
         inputs = (order, count, *contiguous, per_token.grad_scale)
         start(upstream_kernel, (num_blocks,))(
@@ -103,6 +106,7 @@ class TokenUpstream:
             HAS_SMOOTH=of_elements,
             HAS_MEAN=linear,
             HAS_TAIL=log_dropped is not None,
+            HAS_TEACHER=beside is not None,
             DIVIDES=divides,
         )
         return per_token

@@ -46,7 +46,8 @@ class Marks:
 
     kept: Tensor  # [V_local, ceil(num_blocks / 64)] int64: bit n: block n keeps the column
     drawn: Tensor  # the same bits: the column stands in for others in block n's hidden gradient
-    # [groups, V_local] mass of the column in the group's blocks that drop it; a teacher's follow
+    # [groups, V_local] mass of the column in the group's blocks that drop it; the teacher's follow
+    # unless the KL is reverse
     share: Tensor
     # [N], in the caller's order: log of the sum over columns not kept of exp(z) softcap'(z).
     log_dropped: Tensor
@@ -55,7 +56,9 @@ class Marks:
     seed: Tensor  # [1] int32, from the data: repeatable, but new in the next step
     blocks_per_group: int
     blocks_padded: int  # a power of two above num_blocks
-    teacher_log_dropped: Tensor | None = None  # `log_dropped` of a teacher's logits
+    # [N] `log_dropped` of a teacher's logits; of reverse KL, how far the student's logits are above
+    # them in the mean over the columns not kept, weighed by exp(z) softcap'(z), in nats
+    of_dropped: Tensor | None = None
 
     def room(self, workspace_bytes: int, num_blocks: int) -> int:
         """Returns the workspace's bytes that are left for chunks after the marks, vectors of tokens
@@ -65,21 +68,30 @@ class Marks:
     @property
     def num_bytes(self) -> int:
         tensors = (self.kept, self.drawn, self.share, self.log_dropped, self.order)
-        tensors += (self.teacher_log_dropped,)
+        tensors += (self.of_dropped,)
         return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
     @classmethod
     def like(
-        cls, num_tokens: int, num_columns: int, weight: Tensor, *, has_teacher: bool = False
+        cls,
+        num_tokens: int,
+        num_columns: int,
+        weight: Tensor,
+        *,
+        has_teacher: bool = False,
+        reverse: bool = False,
     ) -> Marks:
         """Makes uninitialised marks of the same shapes as a forward's, on the weight's device.
 
-        Args: has_teacher: the forward is that of two heads.
+        Args:
+            has_teacher: the forward is that of two heads.
+            reverse: as of `ForwardRequest`.
         """
         num_blocks = triton.cdiv(num_tokens, TOKEN_BLOCK)
         per_group = triton.cdiv(num_blocks, TAIL_GROUPS)
         bits = (num_columns, triton.cdiv(num_blocks, 64))
-        share = ((1 + has_teacher) * triton.cdiv(num_blocks, per_group), num_columns)
+        models = 2 if has_teacher and not reverse else 1
+        share = (models * triton.cdiv(num_blocks, per_group), num_columns)
         share_dtype = torch.float32 if weight.dtype == torch.float32 else torch.bfloat16
         order = None
         if num_tokens > TOKEN_BLOCK:
@@ -110,6 +122,7 @@ def marks_of(
     order: Tensor | None = None,  # [N] of `order_dtype`
     looseness: float = 1.0,
     teacher: tuple[Tensor, MassFactors] | None = None,
+    reverse: bool = False,
 ) -> Marks:
     """Turns column masses into marks; the masses are not needed afterwards.
 
@@ -117,6 +130,7 @@ def marks_of(
         looseness: how many times too large masses are, which would draw as many columns more.
         teacher: the same of a teacher, whose columns are kept with these. Its shares follow those
             of `mass` in `share`.
+        reverse: as of `ForwardRequest`: the teacher's shares are left out.
     """
     num_blocks, num_columns = mass.shape
     words = triton.cdiv(num_blocks, 64)
@@ -126,7 +140,7 @@ def marks_of(
     kept = torch.empty(num_columns, words, dtype=torch.int64, device=mass.device)
     # Where columns are drawn, the kernel writes every word.
     drawn = torch.empty_like(kept) if draws else torch.zeros_like(kept)
-    models = 1 if teacher is None else 2
+    models = 1 if teacher is None or reverse else 2
     share = torch.empty(models * groups, num_columns, dtype=share_dtype, device=mass.device)
     teacher_mass, teacher_factors = teacher or (mass, factors)
     block, at_once, warps = (4096, 4, 4) if interpreted() else MARKS
@@ -141,7 +155,7 @@ def marks_of(
         share,
         teacher_mass,
         teacher_factors.of_blocks,
-        share[groups:] if teacher else share,
+        share[groups:] if models > 1 else share,
         num_columns,
         num_blocks,
         words,
@@ -155,6 +169,7 @@ def marks_of(
         LAUNCHES=factors.launches,
         GROUPS=factors.groups,
         HAS_TEACHER=teacher is not None,
+        IS_REVERSE=reverse,
         num_warps=warps,
     )
     padded = blocks_padded(num_blocks)

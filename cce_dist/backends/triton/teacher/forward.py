@@ -53,7 +53,7 @@ def forward_of_heads(
     request: ForwardRequest,
     order_as: torch.dtype | None = None,
 ) -> TeacherStats:
-    """Computes statistics of both heads over this rank's shard, and their KL. Deterministic.
+    """Computes statistics of both heads over this rank's shard, and a KL. Deterministic.
 
     Args: order_as: dtype of the marks' order; None: `order_dtype`.
     Source: docs/design/distillation.md.
@@ -65,7 +65,8 @@ def forward_of_heads(
     try:
         if len(tokens) > TOKEN_BLOCK:
             tokens, order = in_similar_order(tokens)
-        heads = _States.of((tokens, replace(tokens, hidden=teacher[0].hidden)), both)
+        of_teacher = replace(tokens, hidden=teacher[0].hidden)
+        heads = _States.of((tokens, of_teacher), both, request.reverse)
     finally:
         sums = None if wait_for_sums is None else wait_for_sums()
     if request.screen is not None:
@@ -98,12 +99,16 @@ def forward_of_heads(
         # A rank of several knows the other ranks' sums at its launches' beginnings alone.
         looseness=1.0 if bounds is None else 2.0,
         teacher=(of_teacher.mass, of_teacher.factors),
+        reverse=request.reverse,
     )
-    marks = replace(marks, teacher_log_dropped=of_teacher.log_dropped)
-    assert of_teacher.kl is not None
-    kl = of_teacher.kl[: len(tokens)]
+    kl, of_dropped = (x[: len(tokens)] for x in of_teacher.divergence)
     if order is not None:
         kl = torch.empty_like(kl).scatter_(0, order, kl)
+    if not request.reverse:
+        of_dropped = of_teacher.log_dropped
+    elif order is not None:
+        of_dropped = torch.empty_like(of_dropped).scatter_(0, order, of_dropped)
+    marks = replace(marks, of_dropped=of_dropped)
     stats = Stats(student.placed.lse, student.placed.target_logit)
     full = None if heads.eight is None else heads.eight.full
     return TeacherStats(stats, of_teacher.placed.lse, kl, marks, full)
@@ -120,7 +125,7 @@ class _Merged:
     log_dropped: Tensor  # [N]
     seed: Tensor
     of_targets: Tensor  # of `start_products`
-    kl: Tensor | None  # [N_padded], of a teacher
+    divergence: tuple[Tensor, ...]  # of a teacher, see `_States.divergence`; () of a student
 
 
 def _merged(
@@ -132,22 +137,26 @@ def _merged(
     beside: tuple[_States, _Merged] | None = None,
 ) -> _Merged:
     """Args: beside: of a teacher: both states, and its student's splits, merged."""
-    products, kl, student = start_products(state), None, None
+    products, divergence, student = start_products(state), (), None
     try:
         finished = state.merge(last)
         if beside is not None:
             heads, of_student = beside
             student = of_student.of_targets, heads.student.head
-            kl = heads.divergence(last, of_student.lse, finished.lse)
+            divergence = heads.divergence(last, of_student.lse, finished.lse)
             if heads.eight is not None:
-                heads.eight.correct(*heads.states, of_student.lse, finished, kl)
-        factors = mass_factors(state, finished, num_launches, None)
+                heads.eight.correct(*heads.states, of_student.lse, finished, divergence[0])
+        if beside is not None and beside[0].reverse:
+            # No tail has the teacher's shares.
+            factors = beside[1].factors
+        else:
+            factors = mass_factors(state, finished, num_launches, None)
     finally:
         of_targets = products()
     placed = add_targets(state, finished, of_targets, order, order_as, student)
     mass = state.buffers.mass
     assert mass is not None and placed.log_dropped is not None and placed.seed is not None
-    of_tokens = placed.log_dropped, placed.seed, of_targets, kl
+    of_tokens = placed.log_dropped, placed.seed, of_targets, divergence
     return _Merged(finished.lse, placed, mass, factors, *of_tokens)
 
 
@@ -157,11 +166,12 @@ class _States:
 
     student: ForwardState
     teacher: ForwardState
+    reverse: bool  # see `ForwardRequest`: the models change places before the kernels
     shape: Tensor  # [3] of launches in full precision; no blocks if the teacher's go by 8 bits
     eight: TeacherInEightBits | None  # None: they do not
 
     @classmethod
-    def of(cls, tokens: tuple[Tokens, Tokens], heads: tuple[Head, Head]) -> _States:
+    def of(cls, tokens: tuple[Tokens, Tokens], heads: tuple[Head, Head], reverse: bool) -> _States:
         """Packs the tokens. Args: of the student and of the teacher."""
         head, teacher_head = heads
         weights = (head.weight, teacher_head.weight)
@@ -179,7 +189,7 @@ class _States:
                 (tokens[1], teacher_head, head),
             )
         )
-        return cls(student, teacher, student.shape, None)
+        return cls(student, teacher, reverse, student.shape, None)
 
     def in_eight_bits(self, screen: Screen, sums: Sums | None) -> _States:
         """Returns the same states, with the teacher's logits in 8 bits if they will do."""
@@ -190,6 +200,11 @@ class _States:
     @property
     def states(self) -> tuple[ForwardState, ForwardState]:
         return self.student, self.teacher
+
+    @property
+    def placed(self) -> tuple[ForwardState, ForwardState]:
+        """Both, last the model whose probabilities weigh the log ratios."""
+        return (self.teacher, self.student) if self.reverse else self.states
 
     @property
     def tiles(self) -> KernelTiles:
@@ -209,10 +224,10 @@ class _States:
     ) -> None:
         from cce_dist.backends.triton.kernels.teacher.hopper import hopper_teacher_kernel
 
-        student, teacher = self.student, self.teacher
+        student, teacher = self.placed
         grouping = Groups(student.programs, student.groups, self.tiles, threshold, False)
         operands = []
-        for state, (hidden, weight) in zip(self.states, self._operands(eight), strict=True):
+        for state, (hidden, weight) in zip(self.placed, self._operands(eight), strict=True):
             # As many bytes of a row are loaded at a time.
             dims = self.tiles.dims * student.weight.element_size() // weight.element_size()
             of_state = replace(grouping, tiles=replace(self.tiles, dims=dims))
@@ -235,17 +250,18 @@ class _States:
             STAGES=STAGES,
             HAS_BIAS=student.head.bias is not None,
             TEACHER_HAS_BIAS=teacher.head.bias is not None,
+            IS_REVERSE=self.reverse,
             num_warps=4,
         )
 
     def _operands(self, eight: EightBit | None) -> list[tuple[Tensor, Tensor]]:
         """Returns hidden states and weight of both models, as the products read them."""
-        operands = [(x.packed[:, : x.weight.shape[1]], x.weight) for x in self.states]
+        operands = [(x.packed[:, : x.weight.shape[1]], x.weight) for x in self.placed]
         return operands if eight is None else [operands[0], (eight.hidden, eight.weight)]
 
     def _memory(self, shape: Tensor, eight: EightBit | None) -> list[Tensor | None]:
         """Returns what both forward kernels take between the operands and the launch's number."""
-        student, teacher = self.student, self.teacher
+        student, teacher = self.placed
         buffers = student.buffers, teacher.buffers
         of_each = [
             [getattr(each, name) for each in buffers] for name in ("lower", "split_states", "mass")
@@ -256,10 +272,10 @@ class _States:
     def _launch_portable(
         self, launch: ForwardLaunch, threshold: float, shape: Tensor, eight: EightBit | None
     ) -> None:
-        student, teacher, tiles = self.student, self.teacher, self.tiles
+        (student, teacher), tiles = self.placed, self.tiles
         plain_mass = None if self.eight is None else self.eight.plain_mass
         operands, strides, use_tma = [], [], []
-        for state, (hidden, weight) in zip(self.states, self._operands(eight), strict=True):
+        for state, (hidden, weight) in zip(self.placed, self._operands(eight), strict=True):
             uses = takes_tma(weight)
             operands += [
                 descriptor_of(hidden, TOKEN_BLOCK, tiles.dims, uses),
@@ -297,29 +313,35 @@ class _States:
             TEACHER_HAS_SOFTCAP=teacher.head.softcap is not None,
             TEACHER_ACCUMULATOR=tl.float32 if eight is None else eight.accumulator,
             IS_SCREENED=eight is not None,
+            IS_REVERSE=self.reverse,
             IS_ROBUST=launch.robust,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
 
-    def divergence(self, last: ForwardLaunch, lse: Tensor, teacher_lse: Tensor) -> Tensor:
-        """Merges the splits' KL, [N_padded] in the order of the blocks."""
+    def divergence(
+        self, last: ForwardLaunch, lse: Tensor, teacher_lse: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Merges the splits' KL, and `Marks.of_dropped` if it is reverse, [N_padded] in the blocks'
+        order."""
         states = [
             state.buffers.split_states[last.number % len(state.buffers.split_states)]
-            for state in self.states
+            for state in self.placed
         ]
-        padded, block, out = self.student.packed.shape[0], 128, torch.empty_like(lse)
+        padded, block = self.student.packed.shape[0], 128
+        out = torch.empty_like(lse), torch.empty_like(lse) if self.reverse else lse
+        lses = (teacher_lse, lse) if self.reverse else (lse, teacher_lse)
         start(divergence_kernel, (triton.cdiv(padded, block),))(
             self.student.count,
             self.student.shape,
             *states,
-            lse,
-            teacher_lse,
-            out,
+            *lses,
+            *out,
             padded,
             self.student.buffers.size,
             TOKENS=TOKEN_BLOCK,
             BLOCK_N=block,
+            IS_REVERSE=self.reverse,
         )
         return out
 

@@ -379,7 +379,9 @@ def compile_segments() -> None:
         statistics_of_segments(tokens, head_of(Call()), request)
 
 
-def compile_heads(dtype: torch.dtype, screen: Screen | None = None) -> None:
+def compile_heads(
+    dtype: torch.dtype, screen: Screen | None = None, *, reverse: bool = False
+) -> None:
     """A student and a teacher of another width; in fp32 with all that logits may have."""
     everything = dtype == torch.float32
     call = Call(dtype, everything=everything, softcap=30.0 if everything else None)
@@ -392,19 +394,19 @@ def compile_heads(dtype: torch.dtype, screen: Screen | None = None) -> None:
         for each in heads
     )
     rule, room = ColumnFilter(1.0, by_largest=False, tail=True, draws=True), Room(2**26)
-    request = ForwardRequest(Wanted(), rule, screen, None, None, room)
+    request = ForwardRequest(Wanted(), rule, screen, None, None, room, reverse=reverse)
     out = forward_of_heads(tokens, heads[0], (of_teacher, heads[1]), request)
     lse = out.student.lse
     later = BackwardRequest(
-        stats=out.student,
-        upstream=Upstream(lse, lse),
+        stats=replace(out.student, entropy=lse),
+        upstream=Upstream(lse, entropy=lse) if reverse else Upstream(lse, lse),
         kept=keep(tokens, heads[0], out.scores, lse, rule, room),
         hidden=NoSum(is_local=True, part_dtype=dtype),
         weight=WeightGrad(torch.zeros_like(head.weight), accumulate=False),
         bias=everything,
         store=None,
         room=room,
-        teacher=TeacherPart(of_teacher, heads[1], lse, lse),
+        teacher=TeacherPart(of_teacher, heads[1], lse, None if reverse else lse),
     )
     backward(tokens, heads[0], later)
 
@@ -431,6 +433,8 @@ OTHERS = {
     "heads-int8": partial(compile_heads, torch.bfloat16, Screen(dtype="int8")),
     "heads-e4m3": partial(compile_heads, torch.bfloat16, Screen(dtype="e4m3")),
     "heads-fp32": partial(compile_heads, torch.float32),
+    "heads-reverse": partial(compile_heads, torch.bfloat16, reverse=True),
+    "heads-reverse-fp32": partial(compile_heads, torch.float32, reverse=True),
     "tiles": compile_tiles,
     "largest": compile_largest,
     "small": compile_small,

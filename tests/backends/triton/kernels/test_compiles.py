@@ -44,7 +44,7 @@ JOBS = (
         "89:e4m3",
         "80:everything,temperature-exact",
     ),
-    "90:bf16,chunk,temperature,temperature-softcap,heads,heads-int8,heads-fp32,tiles",
+    "90:bf16,chunk,temperature,temperature-softcap,heads,heads-int8,heads-fp32,heads-reverse,tiles",
 )
 # In a process each.
 CAPABILITIES = ((100,), (90, 120), (86, 89, 80))

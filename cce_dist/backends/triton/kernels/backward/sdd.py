@@ -168,18 +168,26 @@ def of_teacher(
     WIDE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    IS_LOG: tl.constexpr,
 ):
     """Computes the teacher's probabilities times WAITING and how often a column counts, [COLUMNS,
-    TOKENS]. In fp16 unless `dtype` is fp32: they wait in registers for the student's product.
-    Without the upstream gradient, so that a token of little weight has as many digits."""
+    TOKENS]; or if IS_LOG the log2 of probabilities. In fp16 unless `dtype` is fp32: they wait in
+    registers for the student's product. Without the upstream gradient, so that a token of little
+    weight has as many digits."""
     y, _ = fresh_logits(
         column, block, hidden_ptr, rows_ptr, weight_ptr, bias_ptr, D, stride_hn, stride_wv, scale,
         softcap, COLUMNS, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE, HAS_BIAS, HAS_SOFTCAP,
     )  # fmt: skip
     token = block * TOKENS + tl.arange(0, TOKENS)
-    log_p = y + (log2_times[:, None] - tl.load(upstream_ptr + 5 * N + token)[None, :])
-    p = (exp2_of(log_p) if WIDE else tl.exp2(log_p)) * WAITING
-    return p if dtype == tl.float32 else p.to(tl.float16)
+    lse = tl.load(upstream_ptr + 5 * N + token)
+    if IS_LOG:
+        waiting = y - lse[None, :]
+        if dtype != tl.float32:
+            waiting = tl.maximum(waiting, -STORED_MOST)
+    else:
+        log_p = y + (log2_times[:, None] - lse[None, :])
+        waiting = (exp2_of(log_p) if WIDE else tl.exp2(log_p)) * WAITING
+    return waiting if dtype == tl.float32 else waiting.to(tl.float16)
 
 
 @triton.jit
@@ -203,8 +211,9 @@ def sdd_kept_task(
     stored_ptr,  # the same memory
     ref_ptr,  # [N] log2
     bad_ref_ptr,  # [num_blocks] int32
-    drawn_sum_ptr,  # [tasks, TOKENS] fp32: sum of drawn entries' d_logits without the entropy's
-    # part: out
+    # [tasks, TOKENS] fp32: sum of drawn entries' d_logits; without the part of an entropy that is
+    # not relative to a teacher: out
+    drawn_sum_ptr,
     # The teacher's hidden states, weight, bias, upstream; D, two strides, scale, softcap.
     teacher,
     num_tiles,
@@ -254,7 +263,7 @@ def sdd_kept_task(
             column, block, teacher[0], rows_ptr, teacher[1], teacher[2], teacher[3], log2_times, N,
             teacher[4], teacher[5], teacher[6], teacher[7], teacher[8],
             workspace_ptr.dtype.element_ty, SEGMENT, TOKENS, BLOCK_K, TEACHER_EVEN_K, STAGES,
-            PRECISION, WIDE, TEACHER_HAS_BIAS, TEACHER_HAS_SOFTCAP,
+            PRECISION, WIDE, TEACHER_HAS_BIAS, TEACHER_HAS_SOFTCAP, HAS_ENTROPY,
         )  # fmt: skip
     if HAS_STORED:
         if may_be_stored & (tl.load(bad_ref_ptr + block) == 0):
@@ -282,22 +291,29 @@ def sdd_kept_task(
         slope = tl.where(is_target, slope_at(z, scale_across(scale, token), softcap), slope)
     log_p = tl.where(is_target, z, of_entry) - tl.load(upstream_ptrs + 5 * N)[None, :]
     own_log_p = log_p
+    if HAS_TEACHER and HAS_ENTROPY:
+        # The entropy is relative to the teacher.
+        own_log_p -= of_other.to(tl.float32)
     if HAS_DRAWN:
         log_p += log2_times[:, None]
     p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
     grad = p * tl.load(upstream_ptrs)[None, :]
-    if HAS_TEACHER:
+    if HAS_TEACHER and not HAS_ENTROPY:
         grad += of_other.to(tl.float32) * (tl.load(teacher[3] + token) / WAITING)[None, :]
     grad -= tl.where(is_target, tl.load(upstream_ptrs + N)[None, :], 0.0)
     grad = tl.where(listed[:, None], grad * slope, 0.0)
-    if HAS_DRAWN:
-        total = tl.sum(tl.where(drawn[:, None], grad, 0.0), 0)
-        tl.store(drawn_sum_ptr + task.to(tl.int64) * TOKENS + tl.arange(0, TOKENS), total)
+    of_drawn = tl.where(drawn[:, None], grad, 0.0)
     if HAS_ENTROPY:
         entropy = tl.load(upstream_ptrs + 3 * N)[None, :]
         surprise = tl.where(p > 0, own_log_p / LOG2E, 0.0) + entropy
         of_entropy = p * surprise * tl.load(upstream_ptrs + 2 * N)[None, :]
-        grad -= tl.where(listed[:, None], of_entropy * slope, 0.0)
+        of_entropy = tl.where(listed[:, None], of_entropy * slope, 0.0)
+        grad -= of_entropy
+        if HAS_TEACHER:
+            of_drawn -= tl.where(drawn[:, None], of_entropy, 0.0)
+    if HAS_DRAWN:
+        out = drawn_sum_ptr + task.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+        tl.store(out, tl.sum(of_drawn, 0))
     # The products read whole steps of the list.
     written = (place < tl.cdiv(length, BLOCK_K) * BLOCK_K)[:, None]
     tl.store(workspace_ptr + at, grad.to(workspace_ptr.dtype.element_ty), mask=written)

@@ -24,6 +24,8 @@ VECTORS = [
     "smooth_grad_ptr",
     "entropy_ptr",
     "dropped_ptr",
+    "teacher_lse_ptr",
+    "difference_ptr",
 ]
 
 
@@ -74,6 +76,8 @@ def upstream_kernel(
     smooth_grad_ptr,
     entropy_ptr,  # [N] nats
     dropped_ptr,  # [N] log of the sum over columns not kept: see `Marks.log_dropped`
+    teacher_lse_ptr,  # [N] of the model that the entropy is relative to
+    difference_ptr,  # [N] see `Marks.of_dropped`
     grad_scale_ptr,  # [1] the power of two by which gradients below are divided: out
     upstream_ptr,  # [7, N_padded]: see `exact_logits_kernel`: out
     row_ptr,  # [N_padded] int64: row of each token: out
@@ -94,6 +98,7 @@ def upstream_kernel(
     HAS_SMOOTH: tl.constexpr,  # the mean of softcapped logits: adds to every element of d_logits
     HAS_MEAN: tl.constexpr,  # the mean of linear logits: added separately
     HAS_TAIL: tl.constexpr,
+    HAS_TEACHER: tl.constexpr,  # the entropy is minus a KL
     DIVIDES: tl.constexpr,  # by `power_of_largest`; else by 1
 ):
     """Writes the upstream gradients of a block of tokens. Tokens that don't count get gradients 0,
@@ -154,11 +159,16 @@ def upstream_kernel(
         log_dropped = tl.load(dropped_ptr + place, mask=counts, other=float("-inf"))
         dropped = tl.exp2((log_dropped - lse) * LOG2E)
         tail_mass = probability * scale * dropped
-        tl.store(tail_mass_ptr + token, tail_mass)
         if HAS_ENTROPY:
             of_spread = -of_entropy * scale * dropped
-            known = tl.where(dropped > 0, log_dropped - lse, 0.0) + entropy
-            tl.store(entropy_tail_ptr + token, tail_mass + of_spread * known)
-            tl.store(entropy_tail_ptr + size + token, of_spread)
+            if HAS_TEACHER:
+                difference = tl.load(difference_ptr + place, mask=counts, other=0.0)
+                teacher_lse = tl.load(teacher_lse_ptr + place, mask=counts, other=0.0)
+                tail_mass += of_spread * (difference - (lse - teacher_lse) + entropy)
+            else:
+                known = tl.where(dropped > 0, log_dropped - lse, 0.0) + entropy
+                tl.store(entropy_tail_ptr + token, tail_mass + of_spread * known)
+                tl.store(entropy_tail_ptr + size + token, of_spread)
+        tl.store(tail_mass_ptr + token, tail_mass)
     if HAS_MEAN:
         tl.store(mean_ptr + token, of_mean)

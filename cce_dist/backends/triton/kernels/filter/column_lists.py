@@ -5,6 +5,7 @@ import triton.language as tl
 
 from cce_dist.backends.triton.kernels.forward.shares import launch_of
 from cce_dist.backends.triton.kernels.numbers import ones_in
+from cce_dist.backends.triton.kernels.teacher.divergence import score_of
 
 
 @triton.jit
@@ -45,13 +46,14 @@ def marks_kernel(
     LAUNCHES: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_TEACHER: tl.constexpr,
+    IS_REVERSE: tl.constexpr,  # as of `score_of`; the teacher's shares are not written then
 ):
     """Marks BLOCK_V columns of all token blocks, block by block. A thread has the same columns of
     every block, and waits for no other thread.
 
     A mass in (top / 2^j, top / 2^(j-1)] has draw level j. Each column draws one level, level j with
     probability 2^-j, and counts 2^j times in the hidden gradient of the blocks where its mass has
-    that level. docs/design/filter.md#drawn-columns. With a teacher the sum of both masses has it.
+    that level. docs/design/filter.md#drawn-columns. With a teacher the score of both masses has it.
     """
     columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < V
@@ -98,12 +100,15 @@ def marks_kernel(
                 # Masses of the column's level: at most `most`, but all above it at level 1.
                 num_tokens = tl.maximum(tl.minimum(count - (first + i) * TOKENS, TOKENS), 0)
                 most = top / TOKENS * num_tokens
-                drawn_by = (mass + teacher_masses[i] if HAS_TEACHER else mass) * times
+                score = mass
+                if HAS_TEACHER:
+                    score = score_of(mass, teacher_masses[i], IS_REVERSE)
+                drawn_by = score * times
                 draws = (drawn_by > most * 0.5) & ((drawn_by <= most) | (draw_level == 1))
                 drawn_here |= tl.where(draws, 1 << i, 0)
             factor = tl.load(factor_ptrs + (first + i) * LAUNCHES, mask=first + i < end, other=0.0)
             share += tl.maximum(mass, 0.0) * factor
-            if HAS_TEACHER:
+            if HAS_TEACHER and not IS_REVERSE:
                 factor = tl.load(
                     teacher_factor_ptrs + (first + i) * LAUNCHES, mask=first + i < end, other=0.0
                 )
@@ -112,7 +117,7 @@ def marks_kernel(
                 tl.store(share_ptrs, share.to(share_ptr.dtype.element_ty), mask=inside)
                 share = tl.zeros((BLOCK_V,), tl.float32)
                 share_ptrs += V
-                if HAS_TEACHER:
+                if HAS_TEACHER and not IS_REVERSE:
                     value = teacher_share.to(share_ptr.dtype.element_ty)
                     tl.store(teacher_share_ptrs, value, mask=inside)
                     teacher_share = tl.zeros((BLOCK_V,), tl.float32)

@@ -1,9 +1,22 @@
-"""After the forward of two heads: the splits' forward KL merged."""
+"""A KL of two heads: what scores a column, and, after their forward, the splits merged."""
 
 import triton
 import triton.language as tl
 
 from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of
+
+
+@triton.jit
+def score_of(student, teacher, IS_REVERSE: tl.constexpr):
+    """Returns by what a block keeps or draws a column, from both models' masses of it."""
+    if IS_REVERSE:
+        # d_logits have q times the log ratio. A teacher without mass is 64 octaves below.
+        ratio = tl.log2(student) - tl.log2(teacher)
+        size = tl.where(student > 0, tl.minimum(tl.abs(ratio), 64.0), 0.0)
+        score = student * (1.0 + size / LOG2E)
+    else:
+        score = student + teacher
+    return score
 
 
 @triton.jit
@@ -15,13 +28,16 @@ def divergence_kernel(
     lse_ptr,  # [N] natural log, over all splits
     teacher_lse_ptr,  # [N]
     divergence_ptr,  # [N] nats: out, 0 for tokens that don't count
+    difference_ptr,  # [N] see `Marks.of_dropped`: out, if IS_REVERSE
     N,
     size,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    IS_REVERSE: tl.constexpr,
 ):
-    """Computes KL(teacher || student) of the softmaxes over these columns alone. Where the student
-    has no mass here, its lse counts as 0: see `Divergences.merge`."""
+    """Computes KL(teacher || student) of the softmaxes over these columns alone; the other KL of
+    models that have changed places. Where the student has no mass here, its lse counts as 0: see
+    `Divergences.merge`."""
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     counts = tokens < tl.load(count_ptr)
     stride = tl.load(shape_ptr) * TOKENS
@@ -31,6 +47,8 @@ def divergence_kernel(
     # reference, do not. Ids that the student masks have made their sum infinite.
     lse = tl.where(lse == float("-inf"), 0.0, lse)
     total = tl.zeros((BLOCK_N,), tl.float32)
+    of_dropped = total
+    dropped_mass = total
     for split in range(tl.load(shape_ptr + 1)):
         at = split * stride + tokens
         mass = tl.load(teacher_ptr + at + size, mask=counts, other=0.0)
@@ -41,4 +59,12 @@ def divergence_kernel(
         # would be NaN; NaN of hidden states stays.
         share = exp2_of(shift)
         total += tl.where((mass == 0) | (share == 0), 0.0, share * part)
+        if IS_REVERSE:
+            mass = tl.load(teacher_ptr + at + 2 * size, mask=counts, other=0.0)
+            part = tl.load(state_ptr + at + 3 * size, mask=counts, other=0.0) + mass * log_shares
+            of_dropped += tl.where((mass == 0) | (share == 0), 0.0, share * part)
+            dropped_mass += tl.where(share == 0, 0.0, share * mass)
+    if IS_REVERSE:
+        mean = tl.where(dropped_mass > 0, of_dropped / dropped_mass, 0.0)
+        tl.store(difference_ptr + tokens, (mean + teacher_lse - lse) / LOG2E, mask=tokens < N)
     tl.store(divergence_ptr + tokens, total / LOG2E, mask=tokens < N)

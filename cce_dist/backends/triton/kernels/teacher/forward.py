@@ -24,6 +24,7 @@ from cce_dist.backends.triton.kernels.numbers import (
     softcapped,
     whole_sum,
 )
+from cce_dist.backends.triton.kernels.teacher.divergence import score_of
 
 
 @triton.jit
@@ -71,10 +72,16 @@ def store_mass(mass, keeps, mass_ptrs, inside):
 
 
 @triton.jit
-def raise_both(total, dropped, ref, sums, state_ptrs, teacher_ptrs, size):
+def raise_both(total, dropped, ref, sums, state_ptrs, teacher_ptrs, size, IS_REVERSE: tl.constexpr):
     """Changes both models' references, which are not lower. Args: sums: the teacher's total,
     dropped and ref. Returns the sums in registers in the same order."""
     gain = ref - tl.load(state_ptrs)
+    teacher_gain = sums[2] - tl.load(teacher_ptrs)
+    of_dropped = 0.0
+    if IS_REVERSE:
+        mass = whole_sum(sums[1]) + tl.load(teacher_ptrs + 2 * size)
+        of_dropped = tl.load(state_ptrs + 3 * size)
+        of_dropped -= tl.where(mass > 0, (teacher_gain - gain) * mass, 0.0)
     total, dropped = raise_reference(
         total, dropped, ref, state_ptrs, state_ptrs, size, True, False, False, False,
         False,
@@ -83,6 +90,10 @@ def raise_both(total, dropped, ref, sums, state_ptrs, teacher_ptrs, size):
         sums[0], sums[1], sums[2], teacher_ptrs, teacher_ptrs, size, True, True, False,
         False, False,
     )  # fmt: skip
+    if IS_REVERSE:
+        shrink = exp2_of(-teacher_gain)
+        tl.store(state_ptrs + 3 * size, tl.where(shrink > 0, shrink * of_dropped, 0.0))
+        tl.debug_barrier()
     # The log ratios are relative to both references; `raise_reference` knows the teacher's alone.
     whole = whole_sum(teacher_total) + tl.load(teacher_ptrs + size)
     add_to(teacher_ptrs + 3 * size, tl.where(whole > 0, gain * whole, 0.0))
@@ -103,7 +114,9 @@ def teacher_forward_kernel(
     shape_ptr,  # [3] int32: see `forward_kernel`
     lower_ptr,  # [N]
     teacher_lower_ptr,  # [N]
-    state_ptr,  # [SLOTS, 4, size]: see `forward_kernel`; its last field is not used: out
+    # [SLOTS, 4, size]: see `forward_kernel`; its last field is that of `teacher_ptr` over the
+    # columns that are dropped, times softcap', if IS_REVERSE: out
+    state_ptr,
     teacher_ptr,  # [SLOTS, 4, size] the same of the teacher; last the sum of exp2(y - ref of y)
     # times (y - ref of y) - (z - ref of z), log2: out
     mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
@@ -139,14 +152,15 @@ def teacher_forward_kernel(
     TEACHER_HAS_SOFTCAP: tl.constexpr,
     TEACHER_ACCUMULATOR: tl.constexpr,
     IS_SCREENED: tl.constexpr,
+    IS_REVERSE: tl.constexpr,  # the models have changed places: the teacher comes first
     IS_ROBUST: tl.constexpr,
 ):
     """Sums a block of tokens over every `splits`-th vocabulary tile, for both models.
 
     Programs, tiles, launches and references are `forward_kernel`'s, for each model by itself. The
-    mass of both models together decides whether a column is kept. A dropped column counts
-    softcap'(z) of the student's logit z for both: the gradient by E . C has this factor.
-    docs/design/distillation.md.
+    masses of both models decide whether a column is kept. A dropped column counts softcap'(z) of
+    the student's logit z for both: the gradient by E . C has this factor. Names are those of
+    forward KL. docs/design/distillation.md.
     """
     num_blocks = tl.load(shape_ptr)
     splits = tl.load(shape_ptr + 1)
@@ -181,12 +195,19 @@ def teacher_forward_kernel(
     )  # fmt: skip
     if not IS_ROBUST:
         goes_on = (launch > FIRST) & (launch < ALONE) & (rows < count)
-        before = state_ptr + slot_of(launch + SLOTS - 1) * 4 * size + split * stride + rows
-        gain = tl.load(state_ptrs) - tl.load(before, mask=goes_on, other=0.0)
-        add_to(
-            teacher_ptrs + 3 * size,
-            tl.where(goes_on, gain * tl.load(teacher_ptrs + size), 0.0),
-        )
+        before = slot_of(launch + SLOTS - 1) * 4 * size + split * stride + rows
+        gain = tl.load(state_ptrs) - tl.load(state_ptr + before, mask=goes_on, other=0.0)
+        whole = tl.load(teacher_ptrs + size)
+        add_to(teacher_ptrs + 3 * size, tl.where(goes_on, gain * whole, 0.0))
+        if IS_REVERSE:
+            # Without a sum PROBE was the launch before, whose sums were for references alone.
+            goes_on = goes_on & (whole > 0)
+            teacher_gain = tl.load(teacher_ptrs)
+            teacher_gain -= tl.load(teacher_ptr + before, mask=goes_on, other=0.0)
+            of_dropped = tl.load(state_ptr + before + 3 * size, mask=goes_on, other=0.0)
+            of_dropped *= exp2_of(tl.where(goes_on, -teacher_gain, 0.0))
+            of_dropped += (gain - teacher_gain) * tl.load(teacher_ptrs + 2 * size)
+            add_to(state_ptrs + 3 * size, tl.where(goes_on, of_dropped, 0.0))
     threshold = keep * (tl.minimum(count - block * BLOCK_N, BLOCK_N) / BLOCK_N)
     factor = scale * LOG2E
     teacher_factor = teacher_scale * LOG2E
@@ -216,9 +237,13 @@ def teacher_forward_kernel(
             )  # fmt: skip
             slope = 1.0
             if HAS_SOFTCAP:
-                x, slope = softcapped(x, softcap, WIDE)
+                x, of_x = softcapped(x, softcap, WIDE)
+                if not IS_REVERSE:
+                    slope = of_x
             if TEACHER_HAS_SOFTCAP:
-                y, _ = softcapped(y, teacher_softcap, WIDE)
+                y, of_y = softcapped(y, teacher_softcap, WIDE)
+                if IS_REVERSE:
+                    slope = of_y
             x = x * factor
             y = y * teacher_factor
             if first_column + BLOCK_V > V:
@@ -231,7 +256,7 @@ def teacher_forward_kernel(
                 teacher_ref = tl.maximum(tl.max(y, 0), teacher_ref)
                 total, dropped, teacher_total, teacher_dropped = raise_both(
                     total, dropped, ref, (teacher_total, teacher_dropped, teacher_ref), state_ptrs,
-                    teacher_ptrs, size,
+                    teacher_ptrs, size, IS_REVERSE,
                 )  # fmt: skip
             x -= ref[None, :]
             y -= teacher_ref[None, :]
@@ -239,7 +264,8 @@ def teacher_forward_kernel(
             p = exp2_of(y) if WIDE else tl.exp2(y)
             total += partial_sums(q, BLOCK_V, BLOCK_N)
             teacher_total += partial_sums(p, BLOCK_V, BLOCK_N)
-            add_to(teacher_ptrs + 3 * size, tl.sum(tl.where(p > 0, p * (y - x), 0.0), 0))
+            ratios = tl.where(p > 0, p * (y - x), 0.0)
+            add_to(teacher_ptrs + 3 * size, tl.sum(ratios, 0))
             if IS_SCREENED and HAS_SOFTCAP:
                 plain_ptrs = plain_mass_ptr + block.to(tl.int64) * V + columns
                 tl.store(plain_ptrs, tl.sum(p, 1), mask=columns < V)
@@ -247,19 +273,25 @@ def teacher_forward_kernel(
             p *= slope
             mass = tl.sum(q, 1)
             teacher_mass = tl.sum(p, 1)
-            keeps = mass + teacher_mass >= threshold
+            if IS_REVERSE:
+                score = score_of(teacher_mass, mass, True)
+            else:
+                score = score_of(mass, teacher_mass, False)
+            keeps = score >= threshold
             store_mass(mass, keeps, mass_ptr + columns, columns < V)
             store_mass(teacher_mass, keeps, teacher_mass_ptr + columns, columns < V)
             drops = tl.where(keeps, 0.0, 1.0)[:, None]
             dropped += partial_sums(q * drops, BLOCK_V, BLOCK_N)
             teacher_dropped += partial_sums(p * drops, BLOCK_V, BLOCK_N)
+            if IS_REVERSE:
+                add_to(state_ptrs + 3 * size, tl.sum(ratios * (slope * drops), 0))
         whole = whole_sum(total) + tl.load(state_ptrs + size)
         teacher_whole = whole_sum(teacher_total) + tl.load(teacher_ptrs + size)
         ref = tl.load(state_ptrs) + tl.maximum(tl.log2(whole), 0.0)
         teacher_ref = tl.load(teacher_ptrs) + tl.maximum(tl.log2(teacher_whole), 0.0)
         total, dropped, teacher_total, teacher_dropped = raise_both(
             total, dropped, ref, (teacher_total, teacher_dropped, teacher_ref), state_ptrs,
-            teacher_ptrs, size,
+            teacher_ptrs, size, IS_REVERSE,
         )  # fmt: skip
     add_to(state_ptrs + size, whole_sum(total))
     add_to(state_ptrs + 2 * size, whole_sum(dropped))

@@ -21,6 +21,7 @@ from cce_dist.backends.triton.kernels.hopper_products import (
     product_of,
     start_stages,
 )
+from cce_dist.backends.triton.kernels.teacher import divergence
 from cce_dist.backends.triton.kernels.teacher.hopper_sums import (
     PARTS,
     end_both,
@@ -38,6 +39,8 @@ turns_before = gluon.jit(launches.turns_before.fn)
 place_of = gluon.jit(launches.place_of.fn)
 first_turn = gluon.jit(launches.first_turn.fn)
 end_turn = gluon.jit(launches.end_turn.fn)
+score_of = gluon.jit(divergence.score_of.fn)
+exp2_of = gluon.jit(numbers.exp2_of.fn)
 
 # Of a difference that fp16 holds, log2.
 LEAST = gl.constexpr(-60000.0)
@@ -94,6 +97,7 @@ def start_both(
     counts,
     launch,
     num_turns,
+    IS_REVERSE: gl.constexpr,
 ):
     """Starts both models' states. Returns their references."""
     state_ptrs, teacher_ptrs = state_ptr + at + state_offset, teacher_ptr + at + state_offset
@@ -107,12 +111,23 @@ def start_both(
     )  # fmt: skip
     # The log ratios are relative to both references; `start_state` knows the teacher's alone.
     so_far = gl.load(teacher_ptrs + 3 * size)
+    of_dropped = so_far * 0.0
     if (launch >= launches.FIRST) & (launch < launches.ALONE):
-        goes_on = (launch > launches.FIRST) & counts
-        gain = ref - gl.load(state_ptr + before + state_offset, mask=goes_on, other=0.0)
         whole = gl.load(teacher_ptrs + size)
-        so_far += gl.where(goes_on & (whole > 0), gain * whole, 0.0)
+        goes_on = (launch > launches.FIRST) & counts & (whole > 0)
+        before_ptrs = state_ptr + before + state_offset
+        gain = ref - gl.load(before_ptrs, mask=goes_on, other=0.0)
+        so_far += gl.where(goes_on, gain * whole, 0.0)
+        if IS_REVERSE:
+            teacher_before_ptrs = teacher_ptr + before + state_offset
+            teacher_gain = teacher_ref - gl.load(teacher_before_ptrs, mask=goes_on, other=0.0)
+            of_dropped = gl.load(before_ptrs + 3 * size, mask=goes_on, other=0.0)
+            of_dropped *= exp2_of(gl.where(goes_on, -teacher_gain, 0.0))
+            of_dropped += (gain - teacher_gain) * gl.load(teacher_ptrs + 2 * size)
+            of_dropped = gl.where(goes_on, of_dropped, 0.0)
     gl.store(teacher_ptrs + 3 * size, so_far)
+    if IS_REVERSE:
+        gl.store(state_ptrs + 3 * size, of_dropped)
     return ref, teacher_ref
 
 
@@ -158,6 +173,7 @@ def sum_both(
     STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     TEACHER_HAS_BIAS: gl.constexpr,
+    IS_REVERSE: gl.constexpr,
 ):
     """Sums the group's columns of every tile, of both models."""
     # Biases may be -inf: logits of ids that a model masks.
@@ -183,7 +199,7 @@ def sum_both(
     teacher_ptrs = teacher_ptr + at + state_offset
     first_ref, first_teacher_ref = start_both(
         lower_ptr + token, teacher_lower_ptr + token, state_ptr, teacher_ptr, at, before,
-        state_offset, GROUPS * splits, stride, size, token < count, launch, num_turns,
+        state_offset, GROUPS * splits, stride, size, token < count, launch, num_turns, IS_REVERSE,
     )  # fmt: skip
     ref = gl.convert_layout(first_ref, down)
     teacher_ref = gl.convert_layout(first_teacher_ref, down)
@@ -264,16 +280,20 @@ def sum_both(
             p = gl.convert_layout(p, LAYOUT, assert_trivial=True)
             teacher_total = with_lanes(teacher_total, p, BLOCK_N, ROWS)
             teacher_mass = masses_of(p, masses, BLOCK_N, ROWS, by_column)
-            keeps = mass + teacher_mass >= threshold
+            if IS_REVERSE:
+                score = score_of(teacher_mass, mass, True)
+            else:
+                score = score_of(mass, teacher_mass, False)
+            keeps = score >= threshold
             store_mass(mass, keeps, mass_ptr + at, at < V)
             store_mass(teacher_mass, keeps, teacher_mass_ptr + at, at < V)
             drops.store(gl.where(keeps, 0.0, 1.0))
             dropped, teacher_dropped = with_dropped(
-                dropped, teacher_dropped, exponentials, waiting, drops, BLOCK_N, COLUMNS
+                dropped, teacher_dropped, exponentials, waiting, drops, BLOCK_N, COLUMNS, IS_REVERSE
             )
         next_ref, next_teacher_ref = end_both(
             state_ptrs, teacher_ptrs, size, (total, dropped), (teacher_total, teacher_dropped),
-            of_ratios,
+            of_ratios, IS_REVERSE,
         )  # fmt: skip
         ref = gl.convert_layout(next_ref, down)
         teacher_ref = gl.convert_layout(next_teacher_ref, down)
@@ -312,6 +332,7 @@ def hopper_teacher_kernel(
     STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     TEACHER_HAS_BIAS: gl.constexpr,
+    IS_REVERSE: gl.constexpr,  # as of `teacher_forward_kernel`
 ):
     """Sums a block of tokens over every `splits`-th tile of GROUPS x ROWS columns, of both models;
     a program a block and split."""
@@ -358,7 +379,7 @@ def hopper_teacher_kernel(
                     waiting.index(0), of_columns, tiles, teacher_tiles, full, empty,
                     block, split, splits, num_turns, start_turn, stop_turn, launch, num_blocks,
                     count, size, N, V, D, D_TEACHER, scale, teacher_scale, threshold, BLOCK_N,
-                    ROWS, STAGES, HAS_BIAS, TEACHER_HAS_BIAS,
+                    ROWS, STAGES, HAS_BIAS, TEACHER_HAS_BIAS, IS_REVERSE,
                 ),
             ),
             (
@@ -369,7 +390,7 @@ def hopper_teacher_kernel(
                     waiting.index(1), of_columns, tiles, teacher_tiles, full, empty,
                     block, split, splits, num_turns, start_turn, stop_turn, launch, num_blocks,
                     count, size, N, V, D, D_TEACHER, scale, teacher_scale, threshold, BLOCK_N,
-                    ROWS, STAGES, HAS_BIAS, TEACHER_HAS_BIAS,
+                    ROWS, STAGES, HAS_BIAS, TEACHER_HAS_BIAS, IS_REVERSE,
                 ),
             ),
             (

@@ -7,6 +7,7 @@ from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward.hopper_sums import split_tokens
 
 exp2_of = gluon.jit(numbers.exp2_of.fn)
+fast_log2 = gluon.jit(numbers.fast_log2.fn)
 
 # Parts of a tile's columns.
 PARTS = gl.constexpr(4)
@@ -51,7 +52,7 @@ def store_mass(mass, keeps, mass_ptrs, inside):
 @gluon.jit
 def end_model(state_ptrs, size, total, dropped):
     """Adds a stretch's `lane_sums` to a model's state. Returns its new reference, how much higher
-    it is, and the total so far relative to the reference before, [BLOCK_N] each."""
+    it is, and both sums so far relative to the reference before, [BLOCK_N] each."""
     layout: gl.constexpr = state_ptrs.type.layout
     whole = gl.load(state_ptrs + size) + gl.convert_layout(gl.sum(total, 1), layout)
     dropped = gl.load(state_ptrs + 2 * size) + gl.convert_layout(gl.sum(dropped, 1), layout)
@@ -61,7 +62,7 @@ def end_model(state_ptrs, size, total, dropped):
     gl.store(state_ptrs, ref)
     gl.store(state_ptrs + size, whole * shrink)
     gl.store(state_ptrs + 2 * size, dropped * shrink)
-    return ref, gain, whole
+    return ref, gain, whole, dropped
 
 
 @gluon.jit
@@ -76,19 +77,30 @@ def logits_of_8_bits(products, factors, shifts, token_scale, token_shift, LAYOUT
 
 
 @gluon.jit
-def end_both(state_ptrs, teacher_ptrs, size, sums, teacher_sums, of_ratios):
-    """Adds a stretch's sums to both models' states. Returns their new references."""
-    ref, gain, _ = end_model(state_ptrs, size, sums[0], sums[1])
-    teacher_ref, teacher_gain, whole = end_model(
-        teacher_ptrs, size, teacher_sums[0], teacher_sums[1]
-    )
-    so_far = gl.load(teacher_ptrs + 3 * size)
-    so_far += gl.convert_layout(gl.sum(of_ratios, 1), state_ptrs.type.layout)
+def end_ratios(ptrs, of_ratios, whole, gain, teacher_gain):
+    """Adds a stretch's sum of log ratios to the sum at `ptrs`, relative to raised references. Args:
+    whole: the teacher's exponentials that weigh them, summed, relative to the one before."""
+    so_far = gl.load(ptrs) + gl.convert_layout(gl.sum(of_ratios, 1), ptrs.type.layout)
     so_far -= gl.where(whole > 0, (teacher_gain - gain) * whole, 0.0)
     # See `launches.raise_reference`.
     shrink = exp2_of(-teacher_gain)
-    so_far = gl.where(shrink > 0, so_far * shrink, 0.0)
-    gl.store(teacher_ptrs + 3 * size, so_far)
+    gl.store(ptrs, gl.where(shrink > 0, so_far * shrink, 0.0))
+
+
+@gluon.jit
+def end_both(
+    state_ptrs, teacher_ptrs, size, sums, teacher_sums, of_ratios, IS_REVERSE: gl.constexpr
+):
+    """Adds a stretch's sums to both models' states. Args: sums: if IS_REVERSE the second one is of
+    the log ratios of dropped columns. Returns their new references."""
+    dropped = sums[1] * 0.0 if IS_REVERSE else sums[1]
+    ref, gain, _, _ = end_model(state_ptrs, size, sums[0], dropped)
+    teacher_ref, teacher_gain, whole, of_dropped = end_model(
+        teacher_ptrs, size, teacher_sums[0], teacher_sums[1]
+    )
+    end_ratios(teacher_ptrs + 3 * size, of_ratios, whole, gain, teacher_gain)
+    if IS_REVERSE:
+        end_ratios(state_ptrs + 3 * size, sums[1], of_dropped, gain, teacher_gain)
     return ref, teacher_ref
 
 
@@ -112,14 +124,20 @@ def with_dropped(
     drops,  # 1 of a column that is not kept, else 0
     TOKENS: gl.constexpr,
     COLUMNS: gl.constexpr,
+    IS_REVERSE: gl.constexpr,
 ):
-    """Adds the dropped columns of a tile to both models' sums."""
+    """Adds the dropped columns of a tile to both models' sums; if IS_REVERSE their log ratios to
+    the first one."""
     layout: gl.constexpr = exponentials[0].type.layout
     across: gl.constexpr = gl.SliceLayout(0, layout)
     for i in gl.static_range(PARTS):
         are_dropped = drops.slice(i * COLUMNS, COLUMNS).load(across)[None, :]
         x = waiting.slice(i * COLUMNS, COLUMNS, 1).load(layout).to(gl.float32)
-        dropped = with_lanes(dropped, gl.exp2(x) * are_dropped, TOKENS, COLUMNS)
         p = exponentials[i] * are_dropped
+        if IS_REVERSE:
+            ratios = gl.where(p > 0, p * (fast_log2(exponentials[i]) - x), 0.0)
+            dropped = with_lanes(dropped, ratios, TOKENS, COLUMNS)
+        else:
+            dropped = with_lanes(dropped, gl.exp2(x) * are_dropped, TOKENS, COLUMNS)
         teacher_dropped = with_lanes(teacher_dropped, p, TOKENS, COLUMNS)
     return dropped, teacher_dropped
