@@ -329,20 +329,12 @@ class Backend(Protocol):
         ...
 
     def scores_like(
-        self,
-        num_tokens: int,
-        num_columns: int,
-        weight: Tensor,
-        *,
-        has_teacher: bool = False,
-        reverse: bool = False,
+        self, num_tokens: int, num_columns: int, weight: Tensor, *, has_teacher: bool = False
     ) -> Scores | None:
         """Makes uninitialised scores of the right shapes, on weight's device, for torch.compile.
         Returns None if there are no scores, or if their shapes depend on values.
 
-        Args:
-            has_teacher: the scores of `forward_of_heads`.
-            reverse: as of `ForwardRequest`.
+        Args: has_teacher: the scores of `forward_of_heads`.
         """
         ...
 

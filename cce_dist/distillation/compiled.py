@@ -61,9 +61,8 @@ class Bound:
     def scores_like(self, plan: Plan, size: int, weight: Tensor) -> Scores | None:
         if not is_by_kernels(plan):
             return None
-        of_call = size, plan.shard.num_classes, weight
-        reverse = self.objective.divergences.is_reverse
-        return plan.backend.scores_like(*of_call, has_teacher=True, reverse=reverse)
+        columns = plan.shard.num_classes
+        return plan.backend.scores_like(size, columns, weight, has_teacher=True)
 
 
 _BOUND: dict[str, Bound] = {}

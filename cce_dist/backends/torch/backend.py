@@ -116,13 +116,7 @@ class TorchBackend:
         return weight.new_empty((num_tokens, weight.shape[0]), dtype=dtype)
 
     def scores_like(
-        self,
-        num_tokens: int,
-        num_columns: int,
-        weight: Tensor,
-        *,
-        has_teacher: bool = False,
-        reverse: bool = False,
+        self, num_tokens: int, num_columns: int, weight: Tensor, *, has_teacher: bool = False
     ) -> None:
         return None
 

@@ -203,6 +203,11 @@ class BackwardState:
         return self.tail_mass if of_entropy is None else of_entropy[0]
 
     @property
+    def has_ratios(self) -> bool:
+        """A second tail has the log ratios of the shares to a teacher's: of the weight alone."""
+        return self.teacher is not None and self.per_token.entropy_tail is not None
+
+    @property
     def mean(self) -> Tensor | None:
         return self.per_token.mean
 
@@ -211,18 +216,21 @@ class BackwardState:
         if self.kept is None or self.tail_mass is None:
             return None
         marks = self.kept.marks
-        groups = triton.cdiv(self.num_blocks, marks.blocks_per_group)
-        alone = self.teacher_mass is None and len(marks.share) > groups
-        return marks.share[:groups] if alone else marks.share
+        alone = marks.of_dropped is not None and not self.has_two_tails
+        return marks.share[: len(marks.share) // 2] if alone else marks.share
 
     @property
     def groups(self) -> int:
-        """The groups of all tails: a teacher's has as many as its student's."""
+        """The groups of all tails: a second one has as many as the first."""
         return 0 if self.share is None else self.share.shape[0]
 
     @property
     def groups_of_tail(self) -> int:
-        return self.groups if self.teacher_mass is None else self.groups // 2
+        return self.groups // 2 if self.has_two_tails else self.groups
+
+    @property
+    def has_two_tails(self) -> bool:
+        return self.teacher_mass is not None or self.has_ratios
 
     @property
     def teacher_mass(self) -> Tensor | None:
@@ -231,7 +239,10 @@ class BackwardState:
 
     @property
     def second_mass(self) -> Tensor | None:
-        """[P] upstream of the mean logit, or of the teacher's tail, which have the same place."""
+        """[P] upstream of the mean logit or of a second tail, which have the same place."""
+        of_entropy = self.per_token.entropy_tail
+        if self.has_ratios and of_entropy is not None:
+            return of_entropy[1]
         return self.mean if self.teacher_mass is None else self.teacher_mass
 
     @property
@@ -298,7 +309,8 @@ class BackwardState:
             self.tokens_per_group // TOKEN_BLOCK,
             BLOCK_D=block_d,
             HAS_MEAN=with_mean,
-            HAS_TEACHER=self.teacher_mass is not None,
+            HAS_TEACHER=self.has_two_tails,
+            OF_RATIOS=self.has_ratios,
         )
 
         add_spread = self._add_spread()
@@ -319,7 +331,7 @@ class BackwardState:
             return None
         block_v, num_warps = (4096, 4) if interpreted() else (2048, 8)
         return functools.partial(
-            start(entropy_tail_kernel, (self.groups,)),
+            start(entropy_tail_kernel, (self.groups_of_tail,)),
             share,
             entropy_tail,
             share.shape[1],
@@ -327,6 +339,7 @@ class BackwardState:
             self.tokens_per_group,
             BLOCK_V=block_v,
             BLOCK_N=TOKEN_BLOCK,
+            HAS_TEACHER=self.has_ratios,
             num_warps=num_warps,
         )
 
@@ -345,7 +358,7 @@ class BackwardState:
             self.per_token.rows,
             self.count,
             self.or_dummy(None if self.lists is None else self.lists.num_chunks),
-            self.or_dummy(self.tail_mass if draws else self.whole_tail_mass),
+            self.or_dummy(self.tail_mass if draws or self.has_ratios else self.whole_tail_mass),
             self.drawn_total,
             self.per_token.grad_scale,
             self.or_dummy(self.second_mass),

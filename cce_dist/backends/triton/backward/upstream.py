@@ -31,7 +31,8 @@ class TokenUpstream:
     scale: float | Tensor  # factor of all logits, or [P] fp32 of each token's
     # [P] upstream times dropped mass; with the part of an entropy that is relative to a teacher
     tail_mass: Tensor | None
-    # [2, P]: tail_mass with the entropy's part, but for log s_v; factor of the mean of log s_v
+    # [2, P]: tail_mass with the entropy's part, but for log s_v; factor of the mean of log s_v. Of
+    # an entropy relative to a teacher: but for the log ratios of shares; factor of these
     entropy_tail: Tensor | None
     mean: Tensor | None  # [P] upstream of the mean logit, where it is linear
 
@@ -60,7 +61,7 @@ class TokenUpstream:
         of_tokens = [*grads[:3], grads[3] if of_elements else None]
         divides = head.weight.element_size() == 2 and not by_torch and not request.invariant
         divides = divides and any(g is not None for g in of_tokens)
-        has_entropy_tail = log_dropped is not None and grads[2] is not None and beside is None
+        has_entropy_tail = log_dropped is not None and grads[2] is not None
 
         def new(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=lse.device)

@@ -19,7 +19,12 @@ from cce_dist.backends.triton.kernels.filter.column_lists import (
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.types import Head, Tokens
-from cce_dist.options import DRAW_FACTOR, DRAW_FACTOR_OF_TWO, TOKEN_BLOCK
+from cce_dist.options import (
+    DRAW_FACTOR,
+    DRAW_FACTOR_OF_REVERSE,
+    DRAW_FACTOR_OF_TWO,
+    TOKEN_BLOCK,
+)
 
 # Of `marks_kernel`: columns a program, blocks whose masses are loaded at once, warps. A thread has
 # two columns, and there are enough threads that their loads hide the memory's latency.
@@ -46,8 +51,8 @@ class Marks:
 
     kept: Tensor  # [V_local, ceil(num_blocks / 64)] int64: bit n: block n keeps the column
     drawn: Tensor  # the same bits: the column stands in for others in block n's hidden gradient
-    # [groups, V_local] mass of the column in the group's blocks that drop it; the teacher's follow
-    # unless the KL is reverse
+    # [groups, V_local] mass of the column in the group's blocks that drop it; the teacher's follow,
+    # or, of reverse KL, the mass times the log of how many times the teacher's it is
     share: Tensor
     # [N], in the caller's order: log of the sum over columns not kept of exp(z) softcap'(z).
     log_dropped: Tensor
@@ -73,25 +78,16 @@ class Marks:
 
     @classmethod
     def like(
-        cls,
-        num_tokens: int,
-        num_columns: int,
-        weight: Tensor,
-        *,
-        has_teacher: bool = False,
-        reverse: bool = False,
+        cls, num_tokens: int, num_columns: int, weight: Tensor, *, has_teacher: bool = False
     ) -> Marks:
         """Makes uninitialised marks of the same shapes as a forward's, on the weight's device.
 
-        Args:
-            has_teacher: the forward is that of two heads.
-            reverse: as of `ForwardRequest`.
+        Args: has_teacher: the forward is that of two heads.
         """
         num_blocks = triton.cdiv(num_tokens, TOKEN_BLOCK)
         per_group = triton.cdiv(num_blocks, TAIL_GROUPS)
         bits = (num_columns, triton.cdiv(num_blocks, 64))
-        models = 2 if has_teacher and not reverse else 1
-        share = (models * triton.cdiv(num_blocks, per_group), num_columns)
+        share = ((1 + has_teacher) * triton.cdiv(num_blocks, per_group), num_columns)
         share_dtype = torch.float32 if weight.dtype == torch.float32 else torch.bfloat16
         order = None
         if num_tokens > TOKEN_BLOCK:
@@ -130,7 +126,7 @@ def marks_of(
         looseness: how many times too large masses are, which would draw as many columns more.
         teacher: the same of a teacher, whose columns are kept with these. Its shares follow those
             of `mass` in `share`.
-        reverse: as of `ForwardRequest`: the teacher's shares are left out.
+        reverse: as of `ForwardRequest`.
     """
     num_blocks, num_columns = mass.shape
     words = triton.cdiv(num_blocks, 64)
@@ -140,7 +136,9 @@ def marks_of(
     kept = torch.empty(num_columns, words, dtype=torch.int64, device=mass.device)
     # Where columns are drawn, the kernel writes every word.
     drawn = torch.empty_like(kept) if draws else torch.zeros_like(kept)
-    models = 1 if teacher is None or reverse else 2
+    models = 1 if teacher is None else 2
+    factor = DRAW_FACTOR_OF_TWO if teacher else DRAW_FACTOR
+    factor = DRAW_FACTOR_OF_REVERSE if reverse else factor
     share = torch.empty(models * groups, num_columns, dtype=share_dtype, device=mass.device)
     teacher_mass, teacher_factors = teacher or (mass, factors)
     block, at_once, warps = (4096, 4, 4) if interpreted() else MARKS
@@ -155,12 +153,12 @@ def marks_of(
         share,
         teacher_mass,
         teacher_factors.of_blocks,
-        share[groups:] if models > 1 else share,
+        share[groups:] if teacher else share,
         num_columns,
         num_blocks,
         words,
         blocks_per_group,
-        threshold * (DRAW_FACTOR_OF_TWO if teacher else DRAW_FACTOR) * looseness,
+        threshold * factor * looseness,
         TOKENS=TOKEN_BLOCK,
         BLOCK_V=block,
         AT_ONCE=at_once,

@@ -165,10 +165,11 @@ def upstream_kernel(
                 difference = tl.load(difference_ptr + place, mask=counts, other=0.0)
                 teacher_lse = tl.load(teacher_lse_ptr + place, mask=counts, other=0.0)
                 tail_mass += of_spread * (difference - (lse - teacher_lse) + entropy)
+                known = 0.0
             else:
                 known = tl.where(dropped > 0, log_dropped - lse, 0.0) + entropy
-                tl.store(entropy_tail_ptr + token, tail_mass + of_spread * known)
-                tl.store(entropy_tail_ptr + size + token, of_spread)
+            tl.store(entropy_tail_ptr + token, tail_mass + of_spread * known)
+            tl.store(entropy_tail_ptr + size + token, of_spread)
         tl.store(tail_mass_ptr + token, tail_mass)
     if HAS_MEAN:
         tl.store(mean_ptr + token, of_mean)

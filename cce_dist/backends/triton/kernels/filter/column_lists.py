@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from cce_dist.backends.triton.kernels.forward.shares import launch_of
-from cce_dist.backends.triton.kernels.numbers import ones_in
-from cce_dist.backends.triton.kernels.teacher.divergence import score_of
+from cce_dist.backends.triton.kernels.numbers import LOG2E, ones_in
+from cce_dist.backends.triton.kernels.teacher.divergence import octaves_above, score_of
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def marks_kernel(
     share_ptr,  # [groups, V] mass of the column in each group's blocks that drop it: out
     teacher_mass_ptr,  # [num_blocks, V] a teacher's masses, negative where `mass_ptr` is
     teacher_factor_ptr,  # [num_blocks, LAUNCHES]
-    teacher_share_ptr,  # [groups, V]: out
+    teacher_share_ptr,  # [groups, V] the same of the teacher's; or see `Marks.share`: out
     V,
     num_blocks,
     words,
@@ -46,7 +46,7 @@ def marks_kernel(
     LAUNCHES: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_TEACHER: tl.constexpr,
-    IS_REVERSE: tl.constexpr,  # as of `score_of`; the teacher's shares are not written then
+    IS_REVERSE: tl.constexpr,  # as of `score_of`
 ):
     """Marks BLOCK_V columns of all token blocks, block by block. A thread has the same columns of
     every block, and waits for no other thread.
@@ -108,20 +108,23 @@ def marks_kernel(
                 drawn_here |= tl.where(draws, 1 << i, 0)
             factor = tl.load(factor_ptrs + (first + i) * LAUNCHES, mask=first + i < end, other=0.0)
             share += tl.maximum(mass, 0.0) * factor
-            if HAS_TEACHER and not IS_REVERSE:
+            if HAS_TEACHER:
                 factor = tl.load(
                     teacher_factor_ptrs + (first + i) * LAUNCHES, mask=first + i < end, other=0.0
                 )
                 teacher_share += tl.maximum(teacher_masses[i], 0.0) * factor
             if first + i + 1 == stop:
                 tl.store(share_ptrs, share.to(share_ptr.dtype.element_ty), mask=inside)
-                share = tl.zeros((BLOCK_V,), tl.float32)
-                share_ptrs += V
-                if HAS_TEACHER and not IS_REVERSE:
-                    value = teacher_share.to(share_ptr.dtype.element_ty)
+                if HAS_TEACHER:
+                    value = teacher_share
+                    if IS_REVERSE:
+                        value = share * (octaves_above(share, teacher_share) / LOG2E)
+                    value = value.to(share_ptr.dtype.element_ty)
                     tl.store(teacher_share_ptrs, value, mask=inside)
                     teacher_share = tl.zeros((BLOCK_V,), tl.float32)
                     teacher_share_ptrs += V
+                share = tl.zeros((BLOCK_V,), tl.float32)
+                share_ptrs += V
                 stop = tl.minimum(stop + blocks_per_group, num_blocks)
         kept |= kept_here.to(tl.int64) << (first % 64)
         drawn |= drawn_here.to(tl.int64) << (first % 64)

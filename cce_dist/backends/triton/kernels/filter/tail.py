@@ -197,7 +197,8 @@ def group_sums_kernel(
     blocks_per_group,
     BLOCK_D: tl.constexpr,
     HAS_MEAN: tl.constexpr,
-    HAS_TEACHER: tl.constexpr,
+    HAS_TEACHER: tl.constexpr,  # `groups` more
+    OF_RATIOS: tl.constexpr,  # these have the log ratios of the shares
 ):
     """Sums mass_i E_i over a group's tokens, over the group's dropped mass; 0 for no group."""
     group = tl.program_id(0)
@@ -220,7 +221,10 @@ def group_sums_kernel(
     for block in range(start, stop):
         acc += tl.load(part_ptr + block * D + dims, mask=dims < D, other=0.0)
         total += tl.load(part_bias_ptr + block)
-    inverse = tl.load(inverse_ptr + group)
+    of_shares = group
+    if OF_RATIOS:
+        of_shares = tl.where((group >= groups) & (group < 2 * groups), group - groups, group)
+    inverse = tl.load(inverse_ptr + of_shares)
     tl.store(tail_ptr + group * D + dims, acc * inverse, mask=dims < D)
     if tl.program_id(1) == 0:
         tl.store(tail_bias_ptr + group, total * inverse)
@@ -228,16 +232,17 @@ def group_sums_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "tokens_per_group"])
 def entropy_tail_kernel(
-    share_ptr,  # [groups, V]
+    share_ptr,  # [groups, V]; if HAS_TEACHER as many of log ratios follow: see `Marks.share`
     entropy_tail_ptr,  # [2, num_tokens]: see `TokenUpstream`: in and out
     V,
     num_tokens,  # padded
     tokens_per_group,
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HAS_TEACHER: tl.constexpr,
 ):
-    """Adds the mean of log s_v over a group's dropped columns to its tokens' tail of the
-    entropy."""
+    """Adds the mean of log s_v over a group's dropped columns to its tokens' tail of the entropy;
+    or subtracts that of the log ratios, which are added column by column."""
     group = tl.program_id(0)
     total = tl.zeros((BLOCK_V,), tl.float32)
     weighted = total
@@ -246,10 +251,16 @@ def entropy_tail_kernel(
         at = group.to(tl.int64) * V + column
         share = tl.load(share_ptr + at, mask=column < V, other=0.0).to(tl.float32)
         total += share
-        weighted += share * tl.log2(tl.where(share > 0, share, 1.0))
+        if HAS_TEACHER:
+            of_ratios = share_ptr + at + tl.num_programs(0).to(tl.int64) * V
+            weighted -= tl.load(of_ratios, mask=column < V, other=0.0).to(tl.float32)
+        else:
+            weighted += share * tl.log2(tl.where(share > 0, share, 1.0))
     mass = tl.sum(total, 0)
-    # The shares are not normalised: s_v is a share over their sum.
-    mean = tl.where(mass > 0, tl.sum(weighted, 0) / mass - tl.log2(mass), 0.0) / LOG2E
+    mean = tl.where(mass > 0, tl.sum(weighted, 0) / mass, 0.0)
+    if not HAS_TEACHER:
+        # The shares are not normalised: s_v is a share over their sum.
+        mean = tl.where(mass > 0, mean - tl.log2(mass), 0.0) / LOG2E
     for start in range(0, tokens_per_group, BLOCK_N):
         token = group * tokens_per_group + start + tl.arange(0, BLOCK_N)
         inside = token < num_tokens

@@ -5,15 +5,23 @@ import triton.language as tl
 
 from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of
 
+# Of the score of reverse KL, by which its time and errors are in proportion.
+OF_REVERSE = tl.constexpr(0.8)
+
+
+@triton.jit
+def octaves_above(student, teacher):
+    """Returns log2 of a mass over another, at most 64 octaves; 0 for no mass."""
+    ratio = tl.log2(student) - tl.log2(teacher)
+    return tl.where(student > 0, tl.minimum(tl.maximum(ratio, -64.0), 64.0), 0.0)
+
 
 @triton.jit
 def score_of(student, teacher, IS_REVERSE: tl.constexpr):
     """Returns by what a block keeps or draws a column, from both models' masses of it."""
     if IS_REVERSE:
-        # d_logits have q times the log ratio. A teacher without mass is 64 octaves below.
-        ratio = tl.log2(student) - tl.log2(teacher)
-        size = tl.where(student > 0, tl.minimum(tl.abs(ratio), 64.0), 0.0)
-        score = student * (1.0 + size / LOG2E)
+        # d_logits have q times the log ratio.
+        score = student * (1.0 + tl.abs(octaves_above(student, teacher)) / LOG2E) * OF_REVERSE
     else:
         score = student + teacher
     return score
