@@ -74,9 +74,7 @@ def is_by_kernels(plan: Plan) -> bool:
 
 def num_vectors(plan: Plan, objective: Objective) -> int:
     """Returns the number of vectors of tokens that the autograd function saves."""
-    if not is_by_kernels(plan):
-        return 4
-    return 4 if objective.divergences.is_reverse else 3
+    return 3 if is_by_kernels(plan) and not objective.divergences.is_reverse else 4
 
 
 @torch.compiler.assume_constant_result

@@ -120,7 +120,7 @@ def linear_distillation(
         gradient: "filtered" lets the kernels replace columns where both models have little mass by
             the product of their marginals; "exact" computes every column.
         filter: `Filter` of both models' mass, without `eps`: of their sum; for reverse KL of the
-            student's, times one plus the size of the two masses' log ratio.
+            student's plus the size of the sum over the block of q log(q / p).
         logits: "screened" lets the kernels compute the teacher's logits in 8 bits, and those of
             columns of much mass exactly; for forward KL with filtered gradients, of a teacher in
             bf16 or fp16. Logits are full without kernels, where 8 bits would err too much, and

@@ -24,8 +24,9 @@ VALUES = {"fp32": 2e-6, "fp16": 2e-6, "bf16": 2e-6}
 BY_HOPPER = 2.0**-12
 GRADIENTS = {
     "forward_kl": {"fp32": 3e-6, "fp16": 1e-3, "bf16": 4e-3},
-    # Log ratios of ten nats are rounded as logits are: torch's eager fp32 errs by 7e-6.
-    "reverse_kl": {"fp32": 1e-5, "fp16": 2e-3, "bf16": 4e-3},
+    # Log ratios of ten nats are rounded as logits are: torch's eager fp32 errs by 7e-6. In 16 bits
+    # the log of a teacher's probability waits in fp16.
+    "reverse_kl": {"fp32": 1e-5, "fp16": 2e-3, "bf16": 6e-3},
 }
 MARKS = {"cpu": [], "cuda": [pytest.mark.gpu]}
 BY_PLACE = [
@@ -442,6 +443,10 @@ def test_filtered_over_ranks(kl: str) -> None:
     options = {**PLAIN, "reduction": "none", "filter": Filter(keep=0.01), "divergence": kl}
     ranks = shared_pool().run(2, on_a_rank, both, cuts, False, options)
     check_ranks(both, ranks, False, options, 5e-2)
+    # A column's sum over tokens is right, whether it is kept or not.
+    wide = wide_leaves(both)
+    right = gradients(both.dense(wide, kl, options).loss, wide)["bias"]
+    assert error(torch.cat([grads["bias"] for _, grads in ranks]), right) < 1e-2
 
 
 @pytest.mark.gpu

@@ -52,7 +52,7 @@ class Marks:
     kept: Tensor  # [V_local, ceil(num_blocks / 64)] int64: bit n: block n keeps the column
     drawn: Tensor  # the same bits: the column stands in for others in block n's hidden gradient
     # [groups, V_local] mass of the column in the group's blocks that drop it; the teacher's follow,
-    # or, of reverse KL, the mass times the log of how many times the teacher's it is
+    # or, of reverse KL, the sum of the probabilities times their log ratios to the teacher's
     share: Tensor
     # [N], in the caller's order: log of the sum over columns not kept of exp(z) softcap'(z).
     log_dropped: Tensor
@@ -124,8 +124,8 @@ def marks_of(
 
     Args:
         looseness: how many times too large masses are, which would draw as many columns more.
-        teacher: the same of a teacher, whose columns are kept with these. Its shares follow those
-            of `mass` in `share`.
+        teacher: the same of a teacher, whose columns are kept with these, or of reverse KL sums of
+            log ratios. Its shares follow those of `mass` in `share`.
         reverse: as of `ForwardRequest`.
     """
     num_blocks, num_columns = mass.shape

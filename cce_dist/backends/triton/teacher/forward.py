@@ -147,7 +147,7 @@ def _merged(
             if heads.eight is not None:
                 heads.eight.correct(*heads.states, of_student.lse, finished, divergence[0])
         if beside is not None and beside[0].reverse:
-            # No tail has the teacher's shares.
+            # Its masses are sums of the student's probabilities.
             factors = beside[1].factors
         else:
             factors = mass_factors(state, finished, num_launches, None)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from cce_dist.backends.triton.kernels.forward.shares import launch_of
 from cce_dist.backends.triton.kernels.numbers import LOG2E, ones_in
-from cce_dist.backends.triton.kernels.teacher.divergence import octaves_above, score_of
+from cce_dist.backends.triton.kernels.teacher.divergence import score_of
 
 
 @triton.jit
@@ -30,7 +30,9 @@ def marks_kernel(
     kept_ptr,  # [V, words] int64: bit n of word w set where block 64 w + n keeps the column: out
     drawn_ptr,  # [V, words] int64: such bits of blocks where it was drawn, to stand for others: out
     share_ptr,  # [groups, V] mass of the column in each group's blocks that drop it: out
-    teacher_mass_ptr,  # [num_blocks, V] a teacher's masses, negative where `mass_ptr` is
+    # [num_blocks, V] a teacher's masses, negative where `mass_ptr` is; if IS_REVERSE a column's sum
+    # of the student's probabilities times their log ratios to the teacher's, log2
+    teacher_mass_ptr,
     teacher_factor_ptr,  # [num_blocks, LAUNCHES]
     teacher_share_ptr,  # [groups, V] the same of the teacher's; or see `Marks.share`: out
     V,
@@ -112,14 +114,15 @@ def marks_kernel(
                 factor = tl.load(
                     teacher_factor_ptrs + (first + i) * LAUNCHES, mask=first + i < end, other=0.0
                 )
-                teacher_share += tl.maximum(teacher_masses[i], 0.0) * factor
+                if IS_REVERSE:
+                    factor = factor / LOG2E
+                    teacher_share += tl.where(mass < 0, 0.0, teacher_masses[i]) * factor
+                else:
+                    teacher_share += tl.maximum(teacher_masses[i], 0.0) * factor
             if first + i + 1 == stop:
                 tl.store(share_ptrs, share.to(share_ptr.dtype.element_ty), mask=inside)
                 if HAS_TEACHER:
-                    value = teacher_share
-                    if IS_REVERSE:
-                        value = share * (octaves_above(share, teacher_share) / LOG2E)
-                    value = value.to(share_ptr.dtype.element_ty)
+                    value = teacher_share.to(share_ptr.dtype.element_ty)
                     tl.store(teacher_share_ptrs, value, mask=inside)
                     teacher_share = tl.zeros((BLOCK_V,), tl.float32)
                     teacher_share_ptrs += V

@@ -5,26 +5,15 @@ import triton.language as tl
 
 from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of
 
-# Of the score of reverse KL, by which its time and errors are in proportion.
-OF_REVERSE = tl.constexpr(0.8)
-
 
 @triton.jit
-def octaves_above(student, teacher):
-    """Returns log2 of a mass over another, at most 64 octaves; 0 for no mass."""
-    ratio = tl.log2(student) - tl.log2(teacher)
-    return tl.where(student > 0, tl.minimum(tl.maximum(ratio, -64.0), 64.0), 0.0)
-
-
-@triton.jit
-def score_of(student, teacher, IS_REVERSE: tl.constexpr):
-    """Returns by what a block keeps or draws a column, from both models' masses of it."""
+def score_of(student, other, IS_REVERSE: tl.constexpr):
+    """Returns by what a block keeps or draws a column: the student's mass of it and the teacher's;
+    for reverse KL the student's and the size of its log ratios' sum, log2. Masses of kept columns
+    are negative, and so is their score."""
     if IS_REVERSE:
-        # d_logits have q times the log ratio.
-        score = student * (1.0 + tl.abs(octaves_above(student, teacher)) / LOG2E) * OF_REVERSE
-    else:
-        score = student + teacher
-    return score
+        other = tl.where(student < 0, 0.0, tl.abs(other) / LOG2E)
+    return student + other
 
 
 @triton.jit

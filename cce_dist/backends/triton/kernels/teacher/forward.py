@@ -119,8 +119,10 @@ def teacher_forward_kernel(
     state_ptr,
     teacher_ptr,  # [SLOTS, 4, size] the same of the teacher; last the sum of exp2(y - ref of y)
     # times (y - ref of y) - (z - ref of z), log2: out
-    mass_ptr,  # [num_blocks, V] a column's mass in a block, negative where kept: out
-    teacher_mass_ptr,  # [num_blocks, V]: out
+    # [num_blocks, V] a column's mass in a block, negative where kept; if IS_REVERSE its sum in the
+    # last field of `teacher_ptr`, times softcap': out
+    mass_ptr,
+    teacher_mass_ptr,  # [num_blocks, V] its mass in the teacher: out
     # [num_blocks, V] the teacher's masses without softcap', if IS_SCREENED and HAS_SOFTCAP: out
     plain_mass_ptr,
     launch,  # PROBE, FIRST to LAST; or ALONE
@@ -271,14 +273,15 @@ def teacher_forward_kernel(
                 tl.store(plain_ptrs, tl.sum(p, 1), mask=columns < V)
             q *= slope
             p *= slope
-            mass = tl.sum(q, 1)
             teacher_mass = tl.sum(p, 1)
             if IS_REVERSE:
-                score = score_of(teacher_mass, mass, True)
+                mass = tl.sum(ratios * slope, 1)
+                keeps = score_of(teacher_mass, mass, True) >= threshold
+                tl.store(mass_ptr + columns, mass, mask=columns < V)
             else:
-                score = score_of(mass, teacher_mass, False)
-            keeps = score >= threshold
-            store_mass(mass, keeps, mass_ptr + columns, columns < V)
+                mass = tl.sum(q, 1)
+                keeps = score_of(mass, teacher_mass, False) >= threshold
+                store_mass(mass, keeps, mass_ptr + columns, columns < V)
             store_mass(teacher_mass, keeps, teacher_mass_ptr + columns, columns < V)
             drops = tl.where(keeps, 0.0, 1.0)[:, None]
             dropped += partial_sums(q * drops, BLOCK_V, BLOCK_N)

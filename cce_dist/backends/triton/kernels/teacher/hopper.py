@@ -29,6 +29,7 @@ from cce_dist.backends.triton.kernels.teacher.hopper_sums import (
     logits_of_8_bits,
     masses_of,
     store_mass,
+    sum_tokens,
     with_dropped,
     with_lanes,
     with_ratios,
@@ -238,7 +239,8 @@ def sum_both(
             waiting.store((x if HAS_MASKS else gl.maximum(x, LEAST)).to(gl.float16))
             q = gl.exp2(x)
             total = with_lanes(total, q, BLOCK_N, ROWS)
-            mass = masses_of(q, masses, BLOCK_N, ROWS, by_column)
+            if not IS_REVERSE:
+                mass = masses_of(q, masses, BLOCK_N, ROWS, by_column)
             at = first_column + gl.arange(0, ROWS, by_column)
             if IS_SCREENED:
                 times = gl.load(column_ptr + at, mask=at < V, other=0.0) * teacher_factor
@@ -275,17 +277,21 @@ def sum_both(
                     y_part, waiting.slice(i * COLUMNS, COLUMNS, 1), HAS_MASKS
                 )
                 of_ratios = with_lanes(of_ratios, ratios, BLOCK_N, COLUMNS)
+                if IS_REVERSE:
+                    sum_tokens(ratios, masses.slice(i * COLUMNS, COLUMNS), BLOCK_N, COLUMNS, 1)
                 exponentials = exponentials + (p_part,)  # noqa: RUF005
             p = join_tokens(exponentials, 0, BLOCK_N, ROWS, PARTS)
             p = gl.convert_layout(p, LAYOUT, assert_trivial=True)
             teacher_total = with_lanes(teacher_total, p, BLOCK_N, ROWS)
+            if IS_REVERSE:
+                mass = masses.load(by_column)
             teacher_mass = masses_of(p, masses, BLOCK_N, ROWS, by_column)
             if IS_REVERSE:
-                score = score_of(teacher_mass, mass, True)
+                keeps = score_of(teacher_mass, mass, True) >= threshold
+                gl.store(mass_ptr + at, mass.to(mass_ptr.dtype.element_ty), mask=at < V)
             else:
-                score = score_of(mass, teacher_mass, False)
-            keeps = score >= threshold
-            store_mass(mass, keeps, mass_ptr + at, at < V)
+                keeps = score_of(mass, teacher_mass, False) >= threshold
+                store_mass(mass, keeps, mass_ptr + at, at < V)
             store_mass(teacher_mass, keeps, teacher_mass_ptr + at, at < V)
             drops.store(gl.where(keeps, 0.0, 1.0))
             dropped, teacher_dropped = with_dropped(
@@ -315,7 +321,7 @@ def hopper_teacher_kernel(
     teacher_lower_ptr,  # [N]
     state_ptr,  # [SLOTS, 4, size]: see `teacher_forward_kernel`; out
     teacher_ptr,  # [SLOTS, 4, size]: out
-    mass_ptr,  # [num_blocks, V]: out
+    mass_ptr,  # [num_blocks, V]: see `teacher_forward_kernel`: out
     teacher_mass_ptr,  # [num_blocks, V]: out
     launch,
     size,

@@ -29,16 +29,23 @@ def with_lanes(sums, x, TOKENS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def masses_of(p, masses, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Sums [TOKENS, COLUMNS] -> [COLUMNS] by `masses`, of that shape in shared memory. A column's
-    tokens lie in 32 threads: to exchange their sums between lanes takes longer than to move them to
-    four threads by shared memory, a part at a time so that they fit."""
-    few: gl.constexpr = COLUMNS // PARTS
+def sum_tokens(p, masses, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, NUM_PARTS: gl.constexpr):
+    """Sums [TOKENS, COLUMNS] into `masses`, [COLUMNS] in shared memory. A column's tokens lie in 32
+    threads: to exchange their sums between lanes takes longer than to move them to four threads by
+    shared memory, a part at a time so that they fit."""
+    few: gl.constexpr = COLUMNS // NUM_PARTS
     rows: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [1, 0])
     split = gl.reshape(p, (TOKENS // 64, 4, 2, 8, COLUMNS))
-    parts = split_tokens(gl.reshape(gl.sum(gl.sum(split, 2), 0), (32, COLUMNS)), 32, COLUMNS, PARTS)
-    for i in gl.static_range(PARTS):
+    sums = gl.reshape(gl.sum(gl.sum(split, 2), 0), (32, COLUMNS))
+    parts = split_tokens(sums, 32, COLUMNS, NUM_PARTS)
+    for i in gl.static_range(NUM_PARTS):
         masses.slice(i * few, few).store(gl.sum(gl.convert_layout(parts[i], rows), 0))
+
+
+@gluon.jit
+def masses_of(p, masses, TOKENS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Sums [TOKENS, COLUMNS] -> [COLUMNS] by `masses`: see `sum_tokens`."""
+    sum_tokens(p, masses, TOKENS, COLUMNS, PARTS)
     return masses.load(LAYOUT)
 
 
