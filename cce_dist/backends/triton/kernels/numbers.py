@@ -93,6 +93,22 @@ def reciprocal(x):
 
 
 @triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Rounds fp32 to `dtype`, two numbers of 16 bits by one instruction. LLVM chooses the same one,
+    but its vectorizer looks for it in all that the numbers come from, which takes long."""
+    if IS_INTERPRETED or (dtype != tl.bfloat16 and dtype != tl.float16):
+        return x.to(dtype)
+    elif dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
 def ones_in(bits):
     """Counts the ones among 32 bits."""
     if IS_INTERPRETED:

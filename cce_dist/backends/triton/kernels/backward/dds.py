@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cce_dist.backends.triton.kernels.numbers import add_product, slice_of
+from cce_dist.backends.triton.kernels.numbers import add_product, rounded, slice_of
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def store_columns(
         written = valid[:, None] & inside
         if ACCUMULATE:
             acc += tl.load(out, mask=written, other=0.0)
-        tl.store(out, acc.to(grad_weight_ptr.dtype.element_ty), mask=written)
+        tl.store(out, rounded(acc, grad_weight_ptr.dtype.element_ty), mask=written)
     if HAS_GRAD_BIAS:
         tl.store(grad_bias_ptr + column, bias, mask=valid & is_first_slice)
 

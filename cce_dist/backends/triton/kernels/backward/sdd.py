@@ -8,6 +8,7 @@ from cce_dist.backends.triton.kernels.numbers import (
     LOG2E,
     exp2_of,
     fast_log2,
+    rounded,
     scale_across,
     softcapped,
 )
@@ -316,4 +317,4 @@ def sdd_kept_task(
         tl.store(out, tl.sum(of_drawn, 0))
     # The products read whole steps of the list.
     written = (place < tl.cdiv(length, BLOCK_K) * BLOCK_K)[:, None]
-    tl.store(workspace_ptr + at, grad.to(workspace_ptr.dtype.element_ty), mask=written)
+    tl.store(workspace_ptr + at, rounded(grad, workspace_ptr.dtype.element_ty), mask=written)
