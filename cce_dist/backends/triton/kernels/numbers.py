@@ -109,6 +109,18 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def apart(x):
+    """Returns x. LLVM's vectorizer does not look behind it: it takes long over many numbers of two
+    branches. No instruction is left of it."""
+    if IS_INTERPRETED:
+        return x
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def ones_in(bits):
     """Counts the ones among 32 bits."""
     if IS_INTERPRETED:

@@ -6,6 +6,7 @@ import triton.language as tl
 from cce_dist.backends.triton.kernels.filter.column_lists import draw_level_of
 from cce_dist.backends.triton.kernels.numbers import (
     LOG2E,
+    apart,
     exp2_of,
     fast_log2,
     rounded,
@@ -135,7 +136,7 @@ def stored_entries(
     above = tl.load(stored_ptr + at, mask=listed[:, None], other=0.0).to(tl.float32)
     # All threads must have read the entries before any of them writes d_logits there.
     tl.debug_barrier()
-    return fast_log2(above) + (tl.load(ref_ptr + token) - STORED_SCALE)[None, :]
+    return apart(fast_log2(above) + (tl.load(ref_ptr + token) - STORED_SCALE)[None, :])
 
 
 # A power of two: it puts probabilities of 2^-22 among the normal numbers of fp16. Those of drawn
@@ -275,6 +276,7 @@ def sdd_kept_task(
                 scale, softcap, SEGMENT, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE, HAS_BIAS,
                 HAS_SOFTCAP,
             )  # fmt: skip
+            of_entry = apart(of_entry)
         if HAS_SOFTCAP:
             slope = slope_at(of_entry, scale_across(scale, token), softcap)
             slope = tl.where(of_entry == float("-inf"), 0.0, slope)
