@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import os
@@ -135,6 +136,22 @@ def test_the_longest_compilation_starts_first(monkeypatch: pytest.MonkeyPatch) -
         for name in ("pick_kernel", "forward_kernel", "filtered_kernel", "store_kernel"):
             start(Slow(name, compiled), (1,))()
     assert compiled == ["filtered_kernel", "forward_kernel", "pick_kernel", "store_kernel"]
+
+
+def test_the_collector_waits_while_kernels_compile() -> None:
+    if not can_compile_only():
+        pytest.skip("this Triton compiles in the launch alone")
+    gc.enable()
+    with compile_only(CPU):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with compile_only(CPU):
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_longest_names_kernels_that_exist() -> None:

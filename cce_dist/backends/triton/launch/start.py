@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import os
 from collections.abc import Callable, Hashable, Iterator
@@ -202,6 +203,19 @@ def compile_together(key: Hashable, device: torch.device, go_through: Callable[[
 
 
 @contextlib.contextmanager
+def _garbage_waits() -> Iterator[None]:
+    """Python's collector does not run: it walks through all objects of the process and holds up all
+    threads, and what compilations allocate calls it, in the middle of the longest one's Python."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def compile_only(device: torch.device) -> Iterator[list[Compilation]]:
     """Makes `start` compile kernels and not start them; ends when all are compiled and loaded.
 
@@ -213,7 +227,8 @@ def compile_only(device: torch.device) -> Iterator[list[Compilation]]:
     compiled = compiling.compilations
     token = _compiling.set(compiling)
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with ThreadPoolExecutor(min(16, workers or 1), "cce_dist compiles") as executor:
+    threads = min(16, workers or 1)
+    with _garbage_waits(), ThreadPoolExecutor(threads, "cce_dist compiles") as executor:
         try:
             with triton.AsyncCompileMode(compiling, ignore_errors=True):
                 try:
