@@ -30,9 +30,9 @@ AUTO_KEEP_FROM_VOCAB = 4096
 
 # A column of mass m below `keep` is drawn with probability of about m / (DRAW_FACTOR * keep). In
 # forward KL a drawn column takes longer, as the teacher's logit is computed too, and the hidden
-# gradient errs half as much as that of dense 16-bit logits: fewer are drawn. That of reverse KL
-# errs as much: each element has the log ratio of the models.
-DRAW_FACTOR, DRAW_FACTOR_OF_TWO, DRAW_FACTOR_OF_REVERSE = 1.5, 2.0, 1.25
+# gradient errs half as much as that of dense 16-bit logits: fewer are drawn. In reverse KL it errs
+# more, as each element has the log ratio of the models.
+DRAW_FACTOR, DRAW_FACTOR_OF_FORWARD_KL = 1.5, 2.0
 
 # A column has one score for each block of this many tokens; the kernels' token tile has this size.
 TOKEN_BLOCK = 128

@@ -19,12 +19,7 @@ from cce_dist.backends.triton.kernels.filter.column_lists import (
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.types import Head, Tokens
-from cce_dist.options import (
-    DRAW_FACTOR,
-    DRAW_FACTOR_OF_REVERSE,
-    DRAW_FACTOR_OF_TWO,
-    TOKEN_BLOCK,
-)
+from cce_dist.options import DRAW_FACTOR, DRAW_FACTOR_OF_FORWARD_KL, TOKEN_BLOCK
 
 # Of `marks_kernel`: columns a program, blocks whose masses are loaded at once, warps. A thread has
 # two columns, and there are enough threads that their loads hide the memory's latency.
@@ -137,8 +132,7 @@ def marks_of(
     # Where columns are drawn, the kernel writes every word.
     drawn = torch.empty_like(kept) if draws else torch.zeros_like(kept)
     models = 1 if teacher is None else 2
-    factor = DRAW_FACTOR_OF_TWO if teacher else DRAW_FACTOR
-    factor = DRAW_FACTOR_OF_REVERSE if reverse else factor
+    factor = DRAW_FACTOR_OF_FORWARD_KL if teacher and not reverse else DRAW_FACTOR
     share = torch.empty(models * groups, num_columns, dtype=share_dtype, device=mass.device)
     teacher_mass, teacher_factors = teacher or (mass, factors)
     block, at_once, warps = (4096, 4, 4) if interpreted() else MARKS

@@ -71,7 +71,7 @@ for kind, (dtype, score, softcap) in KINDS.items():
     kernel = hopper_logits_kernel if "kept" in kind else hopper_forward_kernel
     if "heads" in kind:
         kernel = hopper_teacher_kernel
-        constants |= {"STAGES": 3, "TEACHER_HAS_BIAS": softcap}
+        constants |= {"STAGES": 3, "TEACHER_HAS_BIAS": softcap, "IS_REVERSE": "reverse" in kind}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {}
     for name in kernel.arg_names:
