@@ -59,7 +59,7 @@ class TokenUpstream:
         of_elements = grads[3] is not None and (head.softcap is not None or by_torch)
         linear = grads[3] is not None and not of_elements
         of_tokens = [*grads[:3], grads[3] if of_elements else None]
-        divides = head.weight.element_size() == 2 and not by_torch and not request.invariant
+        divides = head.weight.element_size() == 2 and not (by_torch or request.invariant)
         divides = divides and any(g is not None for g in of_tokens)
         has_entropy_tail = log_dropped is not None and grads[2] is not None
 
@@ -82,12 +82,11 @@ class TokenUpstream:
         # The kernel reads the entropy for its gradient alone; None spares a second binary.
         entropy = None if grads[2] is None else stats.entropy
         vectors = (lse, stats.target_logit, *grads, entropy, log_dropped, *(beside or (None, None)))
-        contiguous = (None if x is None else x.contiguous() for x in vectors)
-        inputs = (order, count, *contiguous, per_token.grad_scale)
+        vectors = (None if x is None else x.contiguous() for x in vectors)
         start(upstream_kernel, (num_blocks,))(
             rows,
             tokens.local_targets,
-            *(count if x is None else x for x in inputs),
+            *(count if x is None else x for x in (order, count, *vectors, per_token.grad_scale)),
             per_token.factors,
             per_token.rows,
             per_token.read_rows,

@@ -72,6 +72,48 @@ def store_mass(mass, keeps, mass_ptrs, inside):
 
 
 @triton.jit
+def store_masses(
+    mass, teacher_mass, threshold, mass_ptrs, teacher_mass_ptrs, inside, IS_REVERSE: tl.constexpr
+):
+    """Stores both models' masses of a block's columns, negative where they are kept. If IS_REVERSE
+    the first ones are sums of exp2(y - ref of y) times the log ratio, log2. Returns which columns
+    are kept."""
+    if IS_REVERSE:
+        keeps = score_of(teacher_mass, mass, True) >= threshold
+        tl.store(mass_ptrs, mass, mask=inside)
+    else:
+        keeps = score_of(mass, teacher_mass, False) >= threshold
+        store_mass(mass, keeps, mass_ptrs, inside)
+    store_mass(teacher_mass, keeps, teacher_mass_ptrs, inside)
+    return keeps
+
+
+@triton.jit
+def start_ratios(
+    state_ptrs,  # of this launch, as `start_state` has left them
+    teacher_ptrs,
+    before_ptrs,  # of the launch before
+    teacher_before_ptrs,
+    size,
+    goes_on,  # [BLOCK_N] its sums are taken over
+    IS_REVERSE: tl.constexpr,
+):
+    """Makes the sums of log ratios relative to both references: `start_state` knows one."""
+    gain = tl.load(state_ptrs) - tl.load(before_ptrs, mask=goes_on, other=0.0)
+    whole = tl.load(teacher_ptrs + size)
+    add_to(teacher_ptrs + 3 * size, tl.where(goes_on, gain * whole, 0.0))
+    if IS_REVERSE:
+        # Without a sum PROBE was the launch before, whose sums were for references alone.
+        goes_on = goes_on & (whole > 0)
+        teacher_gain = tl.load(teacher_ptrs)
+        teacher_gain -= tl.load(teacher_before_ptrs, mask=goes_on, other=0.0)
+        of_dropped = tl.load(before_ptrs + 3 * size, mask=goes_on, other=0.0)
+        of_dropped *= exp2_of(tl.where(goes_on, -teacher_gain, 0.0))
+        of_dropped += (gain - teacher_gain) * tl.load(teacher_ptrs + 2 * size)
+        add_to(state_ptrs + 3 * size, tl.where(goes_on, of_dropped, 0.0))
+
+
+@triton.jit
 def raise_both(total, dropped, ref, sums, state_ptrs, teacher_ptrs, size, IS_REVERSE: tl.constexpr):
     """Changes both models' references, which are not lower. Args: sums: the teacher's total,
     dropped and ref. Returns the sums in registers in the same order."""
@@ -119,10 +161,8 @@ def teacher_forward_kernel(
     state_ptr,
     teacher_ptr,  # [SLOTS, 4, size] the same of the teacher; last the sum of exp2(y - ref of y)
     # times (y - ref of y) - (z - ref of z), log2: out
-    # [num_blocks, V] a column's mass in a block, negative where kept; if IS_REVERSE its sum in the
-    # last field of `teacher_ptr`, times softcap': out
-    mass_ptr,
-    teacher_mass_ptr,  # [num_blocks, V] its mass in the teacher: out
+    mass_ptr,  # [num_blocks, V]: see `store_masses`; times softcap': out
+    teacher_mass_ptr,  # [num_blocks, V]: out
     # [num_blocks, V] the teacher's masses without softcap', if IS_SCREENED and HAS_SOFTCAP: out
     plain_mass_ptr,
     launch,  # PROBE, FIRST to LAST; or ALONE
@@ -198,18 +238,10 @@ def teacher_forward_kernel(
     if not IS_ROBUST:
         goes_on = (launch > FIRST) & (launch < ALONE) & (rows < count)
         before = slot_of(launch + SLOTS - 1) * 4 * size + split * stride + rows
-        gain = tl.load(state_ptrs) - tl.load(state_ptr + before, mask=goes_on, other=0.0)
-        whole = tl.load(teacher_ptrs + size)
-        add_to(teacher_ptrs + 3 * size, tl.where(goes_on, gain * whole, 0.0))
-        if IS_REVERSE:
-            # Without a sum PROBE was the launch before, whose sums were for references alone.
-            goes_on = goes_on & (whole > 0)
-            teacher_gain = tl.load(teacher_ptrs)
-            teacher_gain -= tl.load(teacher_ptr + before, mask=goes_on, other=0.0)
-            of_dropped = tl.load(state_ptr + before + 3 * size, mask=goes_on, other=0.0)
-            of_dropped *= exp2_of(tl.where(goes_on, -teacher_gain, 0.0))
-            of_dropped += (gain - teacher_gain) * tl.load(teacher_ptrs + 2 * size)
-            add_to(state_ptrs + 3 * size, tl.where(goes_on, of_dropped, 0.0))
+        start_ratios(
+            state_ptrs, teacher_ptrs, state_ptr + before, teacher_ptr + before, size, goes_on,
+            IS_REVERSE,
+        )  # fmt: skip
     threshold = keep * (tl.minimum(count - block * BLOCK_N, BLOCK_N) / BLOCK_N)
     factor = scale * LOG2E
     teacher_factor = teacher_scale * LOG2E
@@ -240,12 +272,10 @@ def teacher_forward_kernel(
             slope = 1.0
             if HAS_SOFTCAP:
                 x, of_x = softcapped(x, softcap, WIDE)
-                if not IS_REVERSE:
-                    slope = of_x
+                slope = slope if IS_REVERSE else of_x
             if TEACHER_HAS_SOFTCAP:
                 y, of_y = softcapped(y, teacher_softcap, WIDE)
-                if IS_REVERSE:
-                    slope = of_y
+                slope = of_y if IS_REVERSE else slope
             x = x * factor
             y = y * teacher_factor
             if first_column + BLOCK_V > V:
@@ -273,16 +303,10 @@ def teacher_forward_kernel(
                 tl.store(plain_ptrs, tl.sum(p, 1), mask=columns < V)
             q *= slope
             p *= slope
-            teacher_mass = tl.sum(p, 1)
-            if IS_REVERSE:
-                mass = tl.sum(ratios * slope, 1)
-                keeps = score_of(teacher_mass, mass, True) >= threshold
-                tl.store(mass_ptr + columns, mass, mask=columns < V)
-            else:
-                mass = tl.sum(q, 1)
-                keeps = score_of(mass, teacher_mass, False) >= threshold
-                store_mass(mass, keeps, mass_ptr + columns, columns < V)
-            store_mass(teacher_mass, keeps, teacher_mass_ptr + columns, columns < V)
+            keeps = store_masses(
+                tl.sum(ratios * slope if IS_REVERSE else q, 1), tl.sum(p, 1), threshold,
+                mass_ptr + columns, teacher_mass_ptr + columns, columns < V, IS_REVERSE,
+            )  # fmt: skip
             drops = tl.where(keeps, 0.0, 1.0)[:, None]
             dropped += partial_sums(q * drops, BLOCK_V, BLOCK_N)
             teacher_dropped += partial_sums(p * drops, BLOCK_V, BLOCK_N)

@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 
 from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.forward import launches
-from cce_dist.backends.triton.kernels.forward.hopper_state import start_state
 from cce_dist.backends.triton.kernels.forward.hopper_sums import join_tokens, split_tokens
 from cce_dist.backends.triton.kernels.gluon_names import memory_as
 from cce_dist.backends.triton.kernels.hopper_products import (
@@ -21,14 +20,14 @@ from cce_dist.backends.triton.kernels.hopper_products import (
     product_of,
     start_stages,
 )
-from cce_dist.backends.triton.kernels.teacher import divergence
 from cce_dist.backends.triton.kernels.teacher.hopper_sums import (
     PARTS,
     end_both,
     lane_sums,
     logits_of_8_bits,
     masses_of,
-    store_mass,
+    start_both,
+    store_masses,
     sum_tokens,
     with_dropped,
     with_lanes,
@@ -40,8 +39,6 @@ turns_before = gluon.jit(launches.turns_before.fn)
 place_of = gluon.jit(launches.place_of.fn)
 first_turn = gluon.jit(launches.first_turn.fn)
 end_turn = gluon.jit(launches.end_turn.fn)
-score_of = gluon.jit(divergence.score_of.fn)
-exp2_of = gluon.jit(numbers.exp2_of.fn)
 
 # Of a difference that fp16 holds, log2.
 LEAST = gl.constexpr(-60000.0)
@@ -81,55 +78,6 @@ def load_both(
             block * BLOCK_N, column, step, D_TEACHER, BLOCK_N, ROWS, teacher_tiles[0].shape[2],
             STAGES,
         )  # fmt: skip
-
-
-@gluon.jit
-def start_both(
-    lower_ptrs,
-    teacher_lower_ptrs,
-    state_ptr,
-    teacher_ptr,
-    at,  # of this launch's slot
-    before,  # of the slot of the launch before
-    state_offset,
-    splits,
-    stride,
-    size,
-    counts,
-    launch,
-    num_turns,
-    IS_REVERSE: gl.constexpr,
-):
-    """Starts both models' states. Returns their references."""
-    state_ptrs, teacher_ptrs = state_ptr + at + state_offset, teacher_ptr + at + state_offset
-    ref = start_state(
-        lower_ptrs, state_ptrs, state_ptrs, state_ptr + before, state_offset, splits, stride, size,
-        counts, launch, num_turns, True, False, False, False, False,
-    )  # fmt: skip
-    teacher_ref = start_state(
-        teacher_lower_ptrs, teacher_ptrs, teacher_ptrs, teacher_ptr + before, state_offset, splits,
-        stride, size, counts, launch, num_turns, True, True, False, False, False,
-    )  # fmt: skip
-    # The log ratios are relative to both references; `start_state` knows the teacher's alone.
-    so_far = gl.load(teacher_ptrs + 3 * size)
-    of_dropped = so_far * 0.0
-    if (launch >= launches.FIRST) & (launch < launches.ALONE):
-        whole = gl.load(teacher_ptrs + size)
-        goes_on = (launch > launches.FIRST) & counts & (whole > 0)
-        before_ptrs = state_ptr + before + state_offset
-        gain = ref - gl.load(before_ptrs, mask=goes_on, other=0.0)
-        so_far += gl.where(goes_on, gain * whole, 0.0)
-        if IS_REVERSE:
-            teacher_before_ptrs = teacher_ptr + before + state_offset
-            teacher_gain = teacher_ref - gl.load(teacher_before_ptrs, mask=goes_on, other=0.0)
-            of_dropped = gl.load(before_ptrs + 3 * size, mask=goes_on, other=0.0)
-            of_dropped *= exp2_of(gl.where(goes_on, -teacher_gain, 0.0))
-            of_dropped += (gain - teacher_gain) * gl.load(teacher_ptrs + 2 * size)
-            of_dropped = gl.where(goes_on, of_dropped, 0.0)
-    gl.store(teacher_ptrs + 3 * size, so_far)
-    if IS_REVERSE:
-        gl.store(state_ptrs + 3 * size, of_dropped)
-    return ref, teacher_ref
 
 
 @gluon.jit
@@ -205,8 +153,7 @@ def sum_both(
     ref = gl.convert_layout(first_ref, down)
     teacher_ref = gl.convert_layout(first_teacher_ref, down)
     nothing = lane_sums(gl.zeros((BLOCK_N, ROWS), gl.float32, LAYOUT), BLOCK_N, ROWS)
-    drops = of_columns.index(4 * group)
-    factors = of_columns.index(4 * group + 1)
+    drops, factors = of_columns.index(4 * group), of_columns.index(4 * group + 1)
     shifts = of_columns.index(4 * group + 2)
     masses = of_columns.index(4 * group + 3)
     factor = scale * numbers.LOG2E
@@ -286,13 +233,8 @@ def sum_both(
             if IS_REVERSE:
                 mass = masses.load(by_column)
             teacher_mass = masses_of(p, masses, BLOCK_N, ROWS, by_column)
-            if IS_REVERSE:
-                keeps = score_of(teacher_mass, mass, True) >= threshold
-                gl.store(mass_ptr + at, mass.to(mass_ptr.dtype.element_ty), mask=at < V)
-            else:
-                keeps = score_of(mass, teacher_mass, False) >= threshold
-                store_mass(mass, keeps, mass_ptr + at, at < V)
-            store_mass(teacher_mass, keeps, teacher_mass_ptr + at, at < V)
+            mass_ptrs = mass_ptr + at, teacher_mass_ptr + at
+            keeps = store_masses(mass, teacher_mass, threshold, mass_ptrs, at < V, IS_REVERSE)
             drops.store(gl.where(keeps, 0.0, 1.0))
             dropped, teacher_dropped = with_dropped(
                 dropped, teacher_dropped, exponentials, waiting, drops, BLOCK_N, COLUMNS, IS_REVERSE

@@ -4,10 +4,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from cce_dist.backends.triton.kernels import numbers
+from cce_dist.backends.triton.kernels.forward import launches
+from cce_dist.backends.triton.kernels.forward.hopper_state import start_state
 from cce_dist.backends.triton.kernels.forward.hopper_sums import split_tokens
+from cce_dist.backends.triton.kernels.teacher import divergence
 
 exp2_of = gluon.jit(numbers.exp2_of.fn)
 fast_log2 = gluon.jit(numbers.fast_log2.fn)
+score_of = gluon.jit(divergence.score_of.fn)
 
 # Parts of a tile's columns.
 PARTS = gl.constexpr(4)
@@ -57,6 +61,20 @@ def store_mass(mass, keeps, mass_ptrs, inside):
 
 
 @gluon.jit
+def store_masses(mass, teacher_mass, threshold, mass_ptrs, inside, IS_REVERSE: gl.constexpr):
+    """Stores masses as `forward.store_masses`. Args: mass_ptrs: of both. Returns which columns are
+    kept."""
+    if IS_REVERSE:
+        keeps = score_of(teacher_mass, mass, True) >= threshold
+        gl.store(mass_ptrs[0], mass.to(mass_ptrs[0].dtype.element_ty), mask=inside)
+    else:
+        keeps = score_of(mass, teacher_mass, False) >= threshold
+        store_mass(mass, keeps, mass_ptrs[0], inside)
+    store_mass(teacher_mass, keeps, mass_ptrs[1], inside)
+    return keeps
+
+
+@gluon.jit
 def end_model(state_ptrs, size, total, dropped):
     """Adds a stretch's `lane_sums` to a model's state. Returns its new reference, how much higher
     it is, and both sums so far relative to the reference before, [BLOCK_N] each."""
@@ -81,6 +99,55 @@ def logits_of_8_bits(products, factors, shifts, token_scale, token_shift, LAYOUT
     token_shift = gl.convert_layout(token_shift, down, assert_trivial=True)
     y = products.to(gl.float32) * factors.load(across)[None, :] * token_scale[:, None]
     return y + shifts.load(across)[None, :] + token_shift[:, None]
+
+
+@gluon.jit
+def start_both(
+    lower_ptrs,
+    teacher_lower_ptrs,
+    state_ptr,
+    teacher_ptr,
+    at,  # of this launch's slot
+    before,  # of the slot of the launch before
+    state_offset,
+    splits,
+    stride,
+    size,
+    counts,
+    launch,
+    num_turns,
+    IS_REVERSE: gl.constexpr,
+):
+    """Starts both models' states. Returns their references."""
+    state_ptrs, teacher_ptrs = state_ptr + at + state_offset, teacher_ptr + at + state_offset
+    ref = start_state(
+        lower_ptrs, state_ptrs, state_ptrs, state_ptr + before, state_offset, splits, stride, size,
+        counts, launch, num_turns, True, False, False, False, False,
+    )  # fmt: skip
+    teacher_ref = start_state(
+        teacher_lower_ptrs, teacher_ptrs, teacher_ptrs, teacher_ptr + before, state_offset, splits,
+        stride, size, counts, launch, num_turns, True, True, False, False, False,
+    )  # fmt: skip
+    # The log ratios are relative to both references; `start_state` knows the teacher's alone.
+    so_far = gl.load(teacher_ptrs + 3 * size)
+    of_dropped = so_far * 0.0
+    if (launch >= launches.FIRST) & (launch < launches.ALONE):
+        whole = gl.load(teacher_ptrs + size)
+        goes_on = (launch > launches.FIRST) & counts & (whole > 0)
+        before_ptrs = state_ptr + before + state_offset
+        gain = ref - gl.load(before_ptrs, mask=goes_on, other=0.0)
+        so_far += gl.where(goes_on, gain * whole, 0.0)
+        if IS_REVERSE:
+            teacher_before_ptrs = teacher_ptr + before + state_offset
+            teacher_gain = teacher_ref - gl.load(teacher_before_ptrs, mask=goes_on, other=0.0)
+            of_dropped = gl.load(before_ptrs + 3 * size, mask=goes_on, other=0.0)
+            of_dropped *= exp2_of(gl.where(goes_on, -teacher_gain, 0.0))
+            of_dropped += (gain - teacher_gain) * gl.load(teacher_ptrs + 2 * size)
+            of_dropped = gl.where(goes_on, of_dropped, 0.0)
+    gl.store(teacher_ptrs + 3 * size, so_far)
+    if IS_REVERSE:
+        gl.store(state_ptrs + 3 * size, of_dropped)
+    return ref, teacher_ref
 
 
 @gluon.jit
