@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,14 @@ from tests.benchmarks.bench_cases import invoke, read_csv, refuse
 TINY = ("--tokens", "64", "--vocab", "500", "--dim", "16", "--device", "cpu", "--repeats", "3")
 
 
-def tiny(temperature: float = 1.0, dtype: torch.dtype = torch.float64) -> tuple[Any, Teacher]:
-    return make_models(Shape(96, 300, 16), 24, temperature=temperature, dtype=dtype)
+KLS = pytest.mark.parametrize("kl", ["forward_kl", "reverse_kl"])
+
+
+def tiny(
+    temperature: float = 1.0, dtype: torch.dtype = torch.float64, kl: Any = "forward_kl"
+) -> tuple[Any, Teacher]:
+    inputs, teacher = make_models(Shape(96, 300, 16), 24, temperature=temperature, dtype=dtype)
+    return inputs, replace(teacher, divergence=kl)
 
 
 def expected_of(inputs: BenchInputs, teacher: Teacher) -> torch.Tensor:
@@ -38,7 +45,7 @@ def expected_of(inputs: BenchInputs, teacher: Teacher) -> torch.Tensor:
     student = inputs.hidden.double() @ inputs.weight.double().T
     logits = teacher.hidden.double() @ teacher.weight.double().T
     T = teacher.temperature
-    return divergence_reference(student / T, logits / T, "forward_kl")
+    return divergence_reference(student / T, logits / T, teacher.divergence)
 
 
 def test_the_models_know_the_same_text() -> None:
@@ -104,9 +111,10 @@ def test_models_of_two_texts_are_refused(tmp_path: Path) -> None:
     assert "a file of `cce-dist bench capture`" in refuse("distill", *both, "none.pt", *on_cpu)
 
 
+@KLS
 @pytest.mark.parametrize("temperature", [1.0, 2.5], ids=["T1", "T2.5"])
-def test_the_golden_is_that_of_autograd(temperature: float) -> None:
-    inputs, teacher = tiny(temperature)
+def test_the_golden_is_that_of_autograd(temperature: float, kl: str) -> None:
+    inputs, teacher = tiny(temperature, kl=kl)
     golden = golden_of(inputs, teacher)
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -126,12 +134,13 @@ def test_the_golden_is_that_of_autograd(temperature: float) -> None:
 ON_CPU = {"filtered": "", "exact": "", "dense": "", "trl": "trl", "liger-chunked": "liger_kernel"}
 
 
+@KLS
 @pytest.mark.parametrize("temperature", [1.0, 2.5], ids=["T1", "T2.5"])
 @pytest.mark.parametrize("name", ON_CPU)
-def test_contenders_compute_the_mean_forward_kl(name: str, temperature: float) -> None:
+def test_contenders_compute_the_mean_kl(name: str, temperature: float, kl: str) -> None:
     if package := ON_CPU[name]:
         pytest.importorskip(package)
-    inputs, teacher = tiny(temperature, torch.float32)
+    inputs, teacher = tiny(temperature, torch.float32, kl)
     golden = golden_of(inputs, teacher)
     built = CONTENDERS[name].build(teacher)
     off = errors(gradients(built.loss, inputs), golden.gradients)
@@ -142,10 +151,11 @@ def test_contenders_compute_the_mean_forward_kl(name: str, temperature: float) -
         torch.testing.assert_close(values.double(), golden.kl, rtol=1e-4, atol=1e-5)
 
 
-def test_chunks_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@KLS
+def test_chunks_compute_the_same(monkeypatch: pytest.MonkeyPatch, kl: str) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(contenders, "CHUNK", 40)
-    inputs, teacher = tiny()
+    inputs, teacher = tiny(kl=kl)
     golden = golden_of(inputs, teacher)
     for name in ("torch-compile", "torch-compile-chunked"):
         built = CONTENDERS[name].build(teacher)
@@ -220,7 +230,13 @@ def test_the_bound_is_two_products_and_a_backward() -> None:
     assert [row["of_bound"] for row in broken] == [1, 2 / 3, None, 2, None]
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fla_has_no_reverse_kl() -> None:
+    with pytest.raises(ValueError, match="FLA has forward_kl alone, got 'reverse_kl'"):
+        CONTENDERS["fla"].build(tiny(kl="reverse_kl")[1])
+
+
+@KLS
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kl: str) -> None:
     def fail(teacher: Teacher) -> Built:
         raise ImportError("not installed")
 
@@ -229,10 +245,19 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["filtered", "exact", "dense", "trl", "fla"]
     path = tmp_path / "rows.csv"
     chosen = [word for name in names for word in ("--method", name)]
-    options = ("--teacher-dim", "24", "--temperature", "1.5", "--csv", str(path))
+    options = (
+        "--teacher-dim",
+        "24",
+        "--temperature",
+        "1.5",
+        "--csv",
+        str(path),
+        "--divergence",
+        kl,
+    )
     output = invoke("distill", *TINY, *chosen, *options)
     assert "fla failed: ImportError: not installed" in output
-    assert "D_teacher 24, temperature 1.5, mean_kl" in " ".join(output.split())
+    assert f"D_teacher 24, divergence {kl}, temperature 1.5, mean_kl" in " ".join(output.split())
     rows = [row for row in read_csv(path) if row["group"] == ALL and not row["failed"]]
     parts = {(row["method"], row["part"]): row for row in rows}
     every = ["products", "cross-entropy", *names[:4]]
