@@ -157,6 +157,7 @@ class ExpectedBackward:
     sums_nll: bool = False  # `LossKernels` compute the loss
     scaled: tuple[torch.dtype, ...] = ()  # dtypes of gradients that `scale` will multiply
     by_chunks: bool = False  # of tokens, each with a `store_for_chunk`
+    of_nll: bool = True  # of two heads: the loss depends on nll as well as on the KL
 
 
 @dataclass(frozen=True)

@@ -88,12 +88,17 @@ class _Heads:
         of_heads = self.rule, self.screen, bounds, None, self.room
         return ForwardRequest(plan.wanted, *of_heads, reverse=self.reverse)
 
-    def warm_up(self, call: Call, weight: torch.dtype, needs: tuple[bool, ...]) -> None:
+    def warm_up(
+        self, call: Call, weight: torch.dtype, needs: tuple[bool, ...], *, of_nll: bool
+    ) -> None:
         """Lets the backend compile all kernels at once, before the first step. No collectives.
 
-        Args: needs: whether hidden, weight and bias need a gradient.
+        Args:
+            needs: whether hidden, weight and bias need a gradient.
+            of_nll: the loss depends on nll.
         """
-        expected = replace(call.expect(self.tokens, weight, needs), of_lse=not self.reverse)
+        expected = call.expect(self.tokens, weight, needs)
+        expected = replace(expected, of_lse=not self.reverse, of_nll=of_nll)
         request, teacher = self.request(call.plan), self.teacher
         call.plan.backend.warm_up(self.tokens, self.head, request, expected, teacher)
 
@@ -127,7 +132,8 @@ class DistillByKernels(torch.autograd.Function):
         require_equal_sizes(hidden, teacher, call)
         heads = _Heads.of(hidden, weight, bias, teacher, call, objective)
         if any(ctx.needs_input_grad[:3]):
-            heads.warm_up(call, weight.dtype, ctx.needs_input_grad[:3])
+            needs = ctx.needs_input_grad[:3]
+            heads.warm_up(call, weight.dtype, needs, of_nll=has_targets)
         local, scores = heads.forward(plan)
         merged = merge(local, objective.divergences, plan, has_targets=has_targets)
         ctx.call, ctx.objective, ctx.softcap_and_scale = call, objective, teacher[3:5]

@@ -156,7 +156,8 @@ def _go_through(
         loss.KERNELS.share_gradient(stats.lse[0], stats.lse, stats.lse[:1])
     entropy = stats.lse if request.reverse else None
     of_lse = stats.lse if expected.of_lse else None
-    upstream = Upstream(stats.lse, of_lse, stats.smooth_logit, entropy)
+    of_nll = stats.lse if expected.of_nll else None
+    upstream = Upstream(of_nll, of_lse, stats.smooth_logit, entropy)
     backward_request = BackwardRequest(
         stats=replace(stats, entropy=entropy),
         upstream=upstream,

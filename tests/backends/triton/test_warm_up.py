@@ -314,8 +314,10 @@ def run(name: str, tokens: int) -> None:
         loss: Any = linear_cross_entropy(hidden, weight, targets, **options)
     else:
         teacher = (torch.randn(size, 2 * DIM).to(dtype) for size in (tokens, COLUMNS))
-        if name == "with cross-entropy":
+        if "cross-entropy" in name:
             options["alpha"] = 0.3
+        if "reverse KL" in name:
+            options["divergence"] = "reverse_kl"
         loss = linear_distillation(hidden, weight, *teacher, targets, **options)
     loss.backward()
 
@@ -323,7 +325,11 @@ def run(name: str, tokens: int) -> None:
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("tokens", [TOKENS, 100])
 @pytest.mark.parametrize(
-    "name", ["loss", "exact", "distillation", "with cross-entropy", "screened teacher"]
+    "name",
+    [
+        *("loss", "exact", "distillation", "with cross-entropy", "screened teacher", "reverse KL"),
+        "reverse KL and cross-entropy",
+    ],
 )
 def test_no_kernel_is_compiled_later(
     name: str, tokens: int, monkeypatch: pytest.MonkeyPatch

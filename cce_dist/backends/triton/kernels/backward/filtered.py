@@ -126,7 +126,7 @@ def filtered_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,  # relative to the teacher, if there is one
     HAS_TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
