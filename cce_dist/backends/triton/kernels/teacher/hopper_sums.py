@@ -13,6 +13,8 @@ exp2_of = gluon.jit(numbers.exp2_of.fn)
 fast_log2 = gluon.jit(numbers.fast_log2.fn)
 score_of = gluon.jit(divergence.score_of.fn)
 
+# A normal number of fp32, near its smallest.
+LEAST = gl.constexpr(1e-37)
 # Parts of a tile's columns.
 PARTS = gl.constexpr(4)
 
@@ -209,7 +211,8 @@ def with_dropped(
         x = waiting.slice(i * COLUMNS, COLUMNS, 1).load(layout).to(gl.float32)
         p = exponentials[i] * are_dropped
         if IS_REVERSE:
-            ratios = gl.where(p > 0, p * (fast_log2(exponentials[i]) - x), 0.0)
+            # The log of a subnormal number would be -inf.
+            ratios = gl.where(p > LEAST, p * (fast_log2(exponentials[i]) - x), 0.0)
             dropped = with_lanes(dropped, ratios, TOKENS, COLUMNS)
         else:
             dropped = with_lanes(dropped, gl.exp2(x) * are_dropped, TOKENS, COLUMNS)
