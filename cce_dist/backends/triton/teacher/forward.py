@@ -60,6 +60,7 @@ def forward_of_heads(
     """
     rule, bounds, order = request.filter, request.bounds, None
     assert rule is not None and not rule.by_largest
+    assert request.screen is None or not request.reverse
     both = for_kernels(head), for_kernels(teacher[1])
     wait_for_sums = start_sums(replace(tokens, hidden=teacher[0].hidden), both[1], request.screen)
     try:
@@ -202,7 +203,7 @@ class _States:
         return self.student, self.teacher
 
     @property
-    def placed(self) -> tuple[ForwardState, ForwardState]:
+    def far_and_near(self) -> tuple[ForwardState, ForwardState]:
         """Both, last the model whose probabilities weigh the log ratios."""
         return (self.teacher, self.student) if self.reverse else self.states
 
@@ -224,58 +225,58 @@ class _States:
     ) -> None:
         from cce_dist.backends.triton.kernels.teacher.hopper import hopper_teacher_kernel
 
-        student, teacher = self.placed
-        grouping = Groups(student.programs, student.groups, self.tiles, threshold, False)
+        far, near = self.far_and_near
+        grouping = Groups(far.programs, far.groups, self.tiles, threshold, False)
         operands = []
-        for state, (hidden, weight) in zip(self.placed, self._operands(eight), strict=True):
+        for state, (hidden, weight) in zip(self.far_and_near, self._operands(eight), strict=True):
             # As many bytes of a row are loaded at a time.
-            dims = self.tiles.dims * student.weight.element_size() // weight.element_size()
+            dims = self.tiles.dims * far.weight.element_size() // weight.element_size()
             of_state = replace(grouping, tiles=replace(self.tiles, dims=dims))
             operands += of_state.descriptors(hidden, weight)
             operands.append(state.or_dummy(state.head.bias))
-        start(hopper_teacher_kernel, (student.programs,))(
+        start(hopper_teacher_kernel, (far.programs,))(
             *operands,
             *self._memory(shape, eight),
             launch.number,
-            student.buffers.size,
-            student.packed.shape[0],
-            *student.weight.shape,
-            teacher.weight.shape[1],
-            student.head.logit_scale,
-            teacher.head.logit_scale,
+            far.buffers.size,
+            far.packed.shape[0],
+            *far.weight.shape,
+            near.weight.shape[1],
+            far.head.logit_scale,
+            near.head.logit_scale,
             threshold,
             BLOCK_N=TOKEN_BLOCK,
             ROWS=grouping.rows,
             BLOCK_D=self.tiles.dims,
             STAGES=STAGES,
-            HAS_BIAS=student.head.bias is not None,
-            TEACHER_HAS_BIAS=teacher.head.bias is not None,
+            HAS_BIAS=far.head.bias is not None,
+            TEACHER_HAS_BIAS=near.head.bias is not None,
             IS_REVERSE=self.reverse,
             num_warps=4,
         )
 
     def _operands(self, eight: EightBit | None) -> list[tuple[Tensor, Tensor]]:
         """Returns hidden states and weight of both models, as the products read them."""
-        operands = [(x.packed[:, : x.weight.shape[1]], x.weight) for x in self.placed]
+        operands = [(x.packed[:, : x.weight.shape[1]], x.weight) for x in self.far_and_near]
         return operands if eight is None else [operands[0], (eight.hidden, eight.weight)]
 
     def _memory(self, shape: Tensor, eight: EightBit | None) -> list[Tensor | None]:
         """Returns what both forward kernels take between the operands and the launch's number."""
-        student, teacher = self.placed
-        buffers = student.buffers, teacher.buffers
+        far, near = self.far_and_near
+        buffers = far.buffers, near.buffers
         of_each = [
             [getattr(each, name) for each in buffers] for name in ("lower", "split_states", "mass")
         ]
         of_eight = [shape, shape] if eight is None else [eight.of_columns, eight.of_tokens]
-        return [*of_eight, student.count, shape, *of_each[0], *of_each[1], *of_each[2]]
+        return [*of_eight, far.count, shape, *of_each[0], *of_each[1], *of_each[2]]
 
     def _launch_portable(
         self, launch: ForwardLaunch, threshold: float, shape: Tensor, eight: EightBit | None
     ) -> None:
-        (student, teacher), tiles = self.placed, self.tiles
+        (far, near), tiles = self.far_and_near, self.tiles
         plain_mass = None if self.eight is None else self.eight.plain_mass
         operands, strides, use_tma = [], [], []
-        for state, (hidden, weight) in zip(self.placed, self._operands(eight), strict=True):
+        for state, (hidden, weight) in zip(self.far_and_near, self._operands(eight), strict=True):
             uses = takes_tma(weight)
             operands += [
                 descriptor_of(hidden, TOKEN_BLOCK, tiles.dims, uses),
@@ -284,33 +285,33 @@ class _States:
             ]
             strides += [hidden.stride(0), weight.stride(0)]
             use_tma.append(uses)
-        start(teacher_forward_kernel, (student.grid,))(
+        start(teacher_forward_kernel, (far.grid,))(
             *operands,
             *self._memory(shape, eight),
-            student.or_dummy(plain_mass),
+            far.or_dummy(plain_mass),
             launch.number,
             launch.end_tile,
-            student.buffers.size,
-            student.packed.shape[0],
-            *student.weight.shape,
-            teacher.weight.shape[1],
+            far.buffers.size,
+            far.packed.shape[0],
+            *far.weight.shape,
+            near.weight.shape[1],
             *strides,
-            student.head.logit_scale,
-            student.head.softcap or 1.0,
-            teacher.head.logit_scale,
-            teacher.head.softcap or 1.0,
+            far.head.logit_scale,
+            far.head.softcap or 1.0,
+            near.head.logit_scale,
+            near.head.softcap or 1.0,
             threshold,
             BLOCK_N=TOKEN_BLOCK,
-            BLOCK_V=student.columns,
+            BLOCK_V=far.columns,
             BLOCK_D=tiles.dims,
             USE_TMA=use_tma[0],
             TEACHER_USE_TMA=use_tma[1],
             PRECISION="ieee",
-            WIDE=rounds_exp2(student.weight) or rounds_exp2(teacher.weight),
-            HAS_BIAS=student.head.bias is not None,
-            HAS_SOFTCAP=student.head.softcap is not None,
-            TEACHER_HAS_BIAS=teacher.head.bias is not None,
-            TEACHER_HAS_SOFTCAP=teacher.head.softcap is not None,
+            WIDE=rounds_exp2(far.weight) or rounds_exp2(near.weight),
+            HAS_BIAS=far.head.bias is not None,
+            HAS_SOFTCAP=far.head.softcap is not None,
+            TEACHER_HAS_BIAS=near.head.bias is not None,
+            TEACHER_HAS_SOFTCAP=near.head.softcap is not None,
             TEACHER_ACCUMULATOR=tl.float32 if eight is None else eight.accumulator,
             IS_SCREENED=eight is not None,
             IS_REVERSE=self.reverse,
@@ -326,7 +327,7 @@ class _States:
         order."""
         states = [
             state.buffers.split_states[last.number % len(state.buffers.split_states)]
-            for state in self.placed
+            for state in self.far_and_near
         ]
         padded, block = self.student.packed.shape[0], 128
         out = torch.empty_like(lse), torch.empty_like(lse) if self.reverse else lse

@@ -14,7 +14,7 @@ fast_log2 = gluon.jit(numbers.fast_log2.fn)
 score_of = gluon.jit(divergence.score_of.fn)
 
 # A normal number of fp32, near its smallest.
-LEAST = gl.constexpr(1e-37)
+LEAST_NORMAL = gl.constexpr(1e-37)
 # Parts of a tile's columns.
 PARTS = gl.constexpr(4)
 
@@ -212,7 +212,7 @@ def with_dropped(
         p = exponentials[i] * are_dropped
         if IS_REVERSE:
             # The log of a subnormal number would be -inf.
-            ratios = gl.where(p > LEAST, p * (fast_log2(exponentials[i]) - x), 0.0)
+            ratios = gl.where(p > LEAST_NORMAL, p * (fast_log2(exponentials[i]) - x), 0.0)
             dropped = with_lanes(dropped, ratios, TOKENS, COLUMNS)
         else:
             dropped = with_lanes(dropped, gl.exp2(x) * are_dropped, TOKENS, COLUMNS)
