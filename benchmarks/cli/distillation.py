@@ -21,6 +21,13 @@ SHOWN = (
     *("grad_hidden_error", "grad_weight_error", "failed"),
 )
 
+Measured = Annotated[
+    Literal["forward_kl", "reverse_kl", "jsd"],
+    typer.Option(
+        help="KL(teacher || student), KL(student || teacher), or Jensen-Shannon with beta 0.5."
+    ),
+]
+
 
 def distill_command(
     inputs: Annotated[
@@ -37,10 +44,7 @@ def distill_command(
         int | None, typer.Option(min=4, help="[twice the student's hidden size]")
     ] = None,
     temperature: Annotated[float, typer.Option(help="Divides both models' logits.")] = 1.0,
-    divergence: Annotated[
-        Literal["forward_kl", "reverse_kl"],
-        typer.Option(help="KL(teacher || student) or KL(student || teacher)."),
-    ] = "forward_kl",
+    divergence: Measured = "forward_kl",
     dtype: arg.Dtype = "bfloat16",
     device: arg.Device = "cuda",
     method: Annotated[
@@ -58,10 +62,10 @@ def distill_command(
     json_path: arg.JsonPath = None,
     failed: arg.Failed = None,
 ) -> None:
-    """Distillation's KL and its gradients: ours, TRL's, Liger's, FLA's.
+    """Distillation's divergence and its gradients: ours, TRL's, Liger's, FLA's.
 
     A shape is the student's. Unless two files have trained ones, both models are made at random,
-    with the frequencies and contexts of one text, and a divergence of about 0.4 nats. Errors are
+    with the frequencies and contexts of one text, and a forward KL of about 0.4 nats. Errors are
     against float64, for all tokens and for tenths of them: by the teacher's entropy, and by the
     frequency of ids. The terminal shows all tokens, files have the tenths too. `products` has the
     bare matrix products of both models' logits, `cross-entropy` the student's alone with filtered
@@ -137,10 +141,7 @@ def distill_ranks_command(
         int | None, typer.Option(min=4, help="[twice the student's hidden size]")
     ] = None,
     temperature: Annotated[float, typer.Option(help="Divides both models' logits.")] = 1.0,
-    divergence: Annotated[
-        Literal["forward_kl", "reverse_kl"],
-        typer.Option(help="KL(teacher || student) or KL(student || teacher)."),
-    ] = "forward_kl",
+    divergence: Measured = "forward_kl",
     dtype: arg.Dtype = "bfloat16",
     device: arg.Device = "cuda",
     repeats: arg.Repeats = 10,

@@ -1,6 +1,6 @@
-"""A KL of two heads by us and by others, each under one signature.
+"""A divergence of two heads by us and by others, each under one signature.
 
-All compute the mean over tokens of the teacher's KL at its temperature, without a factor
+All compute the mean over tokens of the teacher's divergence at its temperature, without a factor
 temperature^2. A peer is imported when it is built. If that fails, a row says why.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.contenders import Contender, import_alone
-from benchmarks.distillation.inputs import Kl, Teacher, kl_of
+from benchmarks.distillation.inputs import JSD_BETA, Measured, Teacher, divergence_of
 from cce_dist import linear_cross_entropy
 from cce_dist.bench.golden import LossFunction
 from cce_dist.distillation import DistillationOutput, linear_distillation
@@ -26,12 +26,12 @@ from cce_dist.options import LogitsMode
 
 # Tokens whose logits a chunked contender has at a time: Liger's own default.
 CHUNK = 1024
-# Of the divergences of TRL and Liger.
-BETAS: dict[Kl, float] = {"forward_kl": 0.0, "reverse_kl": 1.0}
+# Of TRL and Liger; between 0 and 1 theirs weighs as ours does.
+BETAS: dict[Measured, float] = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": JSD_BETA}
 # Tokens whose logits the bare products have at a time: 0.6 GB in bf16 at 151936 ids.
 PRODUCT_CHUNK = 2048
 
-# hidden [N, D], weight [V, D] -> KL of each token [N], fp32
+# hidden [N, D], weight [V, D] -> divergence of each token [N], fp32
 DivergenceFunction = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -42,8 +42,14 @@ class Built(NamedTuple):
 
 def ours(gradient: GradientOfBoth, teacher: Teacher, *, logits: LogitsMode = "full") -> Built:
     """Returns `linear_distillation`."""
-    options = {"temperature": teacher.temperature, "divergence": teacher.divergence}
-    distill = partial(linear_distillation, gradient=gradient, logits=logits, **options)
+    distill = partial(
+        linear_distillation,
+        divergence=teacher.divergence,
+        beta=JSD_BETA,
+        temperature=teacher.temperature,
+        gradient=gradient,
+        logits=logits,
+    )
     tensors = teacher.hidden, teacher.weight
 
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -63,15 +69,15 @@ def _mean(tokens: DivergenceFunction) -> Built:
     return Built(lambda hidden, weight, targets: tokens(hidden, weight).mean(), tokens)
 
 
-def dense_kl(
+def dense_divergence(
     hidden: Tensor,  # [n, D]
     weight: Tensor,  # [V, D]
     teacher_hidden: Tensor,  # [n, D_teacher]
     teacher_weight: Tensor,  # [V, D_teacher]
     temperature: float,
-    divergence: Kl = "forward_kl",
+    divergence: Measured = "forward_kl",
 ) -> Tensor:
-    """Computes each token's KL by logits in the inputs' dtype.
+    """Computes each token's divergence by logits in the inputs' dtype.
 
     The softmaxes are in fp32 (in float64 for float64).
     """
@@ -80,12 +86,12 @@ def dense_kl(
         student, teacher = student.float(), teacher.float()
     log_q = (student / temperature).log_softmax(-1)
     log_p = (teacher / temperature).log_softmax(-1)
-    return kl_of(log_q, log_p, divergence)
+    return divergence_of(log_q, log_p, divergence)
 
 
 def dense(teacher: Teacher, *, compiled: bool = False) -> Built:
     """Returns the dense recipe on the logits of all tokens."""
-    function: Any = torch.compile(dense_kl, dynamic=False) if compiled else dense_kl
+    function: Any = torch.compile(dense_divergence, dynamic=False) if compiled else dense_divergence
     of_teacher = teacher.hidden, teacher.weight, teacher.temperature, teacher.divergence
     return _mean(lambda hidden, weight: function(hidden, weight, *of_teacher))
 
@@ -95,7 +101,7 @@ def compiled_in_chunks(teacher: Teacher) -> Built:
 
     The backward computes a chunk's logits again.
     """
-    function: Any = torch.compile(dense_kl, dynamic=False)
+    function: Any = torch.compile(dense_divergence, dynamic=False)
 
     def tokens(hidden: Tensor, weight: Tensor) -> Tensor:
         chunks = zip(hidden.split(CHUNK), teacher.hidden.split(CHUNK), strict=True)
@@ -144,7 +150,10 @@ def liger_chunked(teacher: Teacher) -> Built:
 
 
 def liger(accum_dtype: torch.dtype | None, teacher: Teacher) -> Built:
-    """Returns Liger's loss by Triton kernels."""
+    """Returns Liger's loss by Triton kernels.
+
+    Its Jensen-Shannon is NaN where both models' probabilities of an id underflow in fp32.
+    """
     make = resolve_name("liger_kernel.transformers.fused_linear_jsd:LigerFusedLinearJSD")
     beta = BETAS[teacher.divergence]
     jsd = make(jsd_beta=beta, temperature=teacher.temperature, accum_dtype=accum_dtype)

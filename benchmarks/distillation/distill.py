@@ -1,4 +1,4 @@
-"""Benchmark of distillation's KL and its gradients by both of the student's tensors."""
+"""Benchmark of distillation's divergence and its gradients by both of the student's tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.distillation.contenders import (
     REFERENCES,
     Built,
 )
-from benchmarks.distillation.inputs import Teacher, kl_of
+from benchmarks.distillation.inputs import JSD_BETA, Measured, Teacher, divergence_of, log_mixture
 from benchmarks.fidelity.tenths import ALL, Group, compare_groups, groups_of
 from benchmarks.rl.logprobs import tenths_by_probability
 from cce_dist.bench.golden import CHUNK_ELEMENTS, GRADIENT_ERRORS, Gradients, Reference, gradients
@@ -30,9 +30,10 @@ from cce_dist.bench.methods import Method
 from cce_dist.bench.report import Cells
 
 # Columns of a row. Group "all" has a row for each part, another group has one. `kl` and `entropy`
-# are the group's means in nats: of the KL and of the teacher's entropy.
-# `of_bound` is the time over that of both models' bare products and, with gradients, of the
-# backward of the student's cross-entropy. `peak_extra_mib` is the peak beyond inputs and gradients.
+# are the group's means in nats: of the divergence, a KL or a mean of two, and of the teacher's
+# entropy. `of_bound` is the time over that of both models' bare products and, with gradients, of
+# the backward of the student's cross-entropy. `peak_extra_mib` is the peak beyond inputs and
+# gradients.
 # `kl_error` is the root mean square in nats over the group's tokens, where a method has their
 # divergences. Other errors are relative, those of gradients in the Frobenius norm.
 COLUMNS = (
@@ -48,18 +49,18 @@ class Golden:
     """Values in float64.
 
     Args:
-        kl, entropy: the KL and the teacher's entropy of each token, [N], in nats.
+        divergence, entropy: the divergence and the teacher's entropy of each token, [N], in nats.
         gradients: loss and gradients of the mean; fp32 unless the inputs are float64.
     """
 
-    kl: Tensor
+    divergence: Tensor
     entropy: Tensor
     gradients: Gradients
 
     @property
     def description(self) -> dict[str, str]:
         """Returns the means, which identify the inputs in a row of results."""
-        means = {"mean_kl": self.kl.mean(), "mean_entropy": self.entropy.mean()}
+        means = {"mean_kl": self.divergence.mean(), "mean_entropy": self.entropy.mean()}
         return {name: f"{float(value):.3f}" for name, value in means.items()}
 
 
@@ -77,19 +78,27 @@ def golden_of(inputs: BenchInputs, teacher: Teacher) -> Golden:
         rows = inputs.hidden[tokens].double()
         log_q = (rows @ weight.T).div_(T).log_softmax(-1)
         log_p = (teacher.hidden[tokens].double() @ of_teacher.T).div_(T).log_softmax(-1)
-        kl, p = kl_of(log_q, log_p, teacher.divergence), log_p.exp()
-        results.append((kl, -(p * log_p).sum(-1)))
-        if teacher.divergence == "forward_kl":
-            # The gradient of sum_v p log(p / q) by the student's logits is (q - p) / T.
-            grad = log_q.exp_().sub_(p)
-        else:
-            # That of sum_v q log(q / p) is q (log(q / p) - KL) / T.
-            grad = log_q.sub(log_p).sub_(kl[:, None]).mul_(log_q.exp_())
-        grad.div_(T * count)
+        value = divergence_of(log_q, log_p, teacher.divergence)
+        results.append((value, -(log_p.exp() * log_p).sum(-1)))
+        grad = _derivative_of(log_q, log_p, teacher.divergence).div_(T * count)
         grad_hidden[tokens] = (grad @ weight).to(stored)
         grad_weight.addmm_(grad.T, rows)
-    kl, entropy = (torch.cat(parts) for parts in zip(*results, strict=True))
-    return Golden(kl, entropy, Gradients(kl.mean(), grad_hidden, grad_weight.to(stored)))
+    value, entropy = (torch.cat(parts) for parts in zip(*results, strict=True))
+    return Golden(value, entropy, Gradients(value.mean(), grad_hidden, grad_weight.to(stored)))
+
+
+def _derivative_of(log_q: Tensor, log_p: Tensor, divergence: Measured) -> Tensor:
+    """Computes a token's derivative by the student's logits over the temperature, [n, V].
+
+    Source: docs/design/distillation.md#the-divergences-and-their-gradients.
+    """
+    q = log_q.exp()
+    if divergence == "forward_kl":
+        return q.sub_(log_p.exp())
+    is_jsd = divergence == "jsd"
+    slope = log_q - (log_mixture(log_q, log_p) if is_jsd else log_p)
+    centred = slope.sub_((q * slope).sum(-1, keepdim=True)).mul_(q)
+    return centred.mul_(1 - JSD_BETA) if is_jsd else centred
 
 
 def bench_distill(
@@ -182,12 +191,12 @@ def compare(
         # A compiler would take other tensors than those of part "loss" for a new case.
         tensors = (x.detach().requires_grad_() for x in (inputs.hidden, inputs.weight))
         with torch.no_grad():
-            off = built.tokens(*tensors).double() - golden.kl
+            off = built.tokens(*tensors).double() - golden.divergence
     cells: dict[str, Cells] = {}
     for group in groups:
         row: dict[str, Any] = {name: gradient_errors[group.name][name] for name in GRADIENT_ERRORS}
         if group.tokens.any():
-            row["kl"] = float(golden.kl[group.tokens].mean())
+            row["kl"] = float(golden.divergence[group.tokens].mean())
             row["entropy"] = float(golden.entropy[group.tokens].mean())
             if off is not None:
                 row["kl_error"] = float(off[group.tokens].square().mean().sqrt())

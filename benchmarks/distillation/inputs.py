@@ -31,9 +31,10 @@ SHARED_CHANNELS = 0.75
 TEACHER_SPREAD, STUDENT_SPREAD = 0.5, 1.0
 # Times that the most frequent id is counted; the others follow Zipf's law.
 MOST_COUNTS = 1e9
+# Weight of the teacher in Jensen-Shannon's mixture, and of its KL to the mixture.
+JSD_BETA = 0.5
 
-
-Kl = Literal["forward_kl", "reverse_kl"]
+Measured = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,32 @@ class Teacher:
 
     Args:
         temperature: divides both models' logits.
-        divergence: the KL that is measured.
+        divergence: what is measured.
     """
 
     hidden: Tensor
     weight: Tensor
     temperature: float = 1.0
-    divergence: Kl = "forward_kl"
+    divergence: Measured = "forward_kl"
 
 
-def kl_of(log_q: Tensor, log_p: Tensor, divergence: Kl) -> Tensor:
-    """Computes each token's KL from the student's and the teacher's log-probabilities, [n, V]."""
-    near, far = (log_p, log_q) if divergence == "forward_kl" else (log_q, log_p)
+def divergence_of(log_q: Tensor, log_p: Tensor, divergence: Measured) -> Tensor:
+    """Computes each token's divergence, [n], from the student's and the teacher's
+    log-probabilities, [n, V]."""
+    if divergence == "forward_kl":
+        return _kl(log_p, log_q)
+    if divergence == "reverse_kl":
+        return _kl(log_q, log_p)
+    log_m = log_mixture(log_q, log_p)
+    return JSD_BETA * _kl(log_p, log_m) + (1 - JSD_BETA) * _kl(log_q, log_m)
+
+
+def log_mixture(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """Computes Jensen-Shannon's log(beta p + (1 - beta) q)."""
+    return torch.logaddexp(log_p + math.log(JSD_BETA), log_q + math.log(1 - JSD_BETA))
+
+
+def _kl(near: Tensor, far: Tensor) -> Tensor:
     return F.kl_div(far, near, reduction="none", log_target=True).sum(-1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from benchmarks.distillation.inputs import Teacher
+from benchmarks.distillation.inputs import JSD_BETA, Teacher
 from cce_dist.bench.golden import LossFunction
 from cce_dist.bench.methods import Method
 from cce_dist.bench.rank_methods import Setup
@@ -42,6 +42,7 @@ def method_of(name: str, teacher: Teacher) -> Method:
                 weight,
                 targets,
                 divergence=teacher.divergence,
+                beta=JSD_BETA,
                 temperature=teacher.temperature,
                 gradient=GRADIENTS[name],
                 logits="screened" if name == "screened" else "full",

@@ -28,7 +28,7 @@ from benchmarks.converge.converge import (
 )
 from benchmarks.converge.plan import CHECKPOINT_SEED, Sizes
 from benchmarks.converge.text import texts_of
-from benchmarks.distillation.contenders import CHUNK, dense_kl
+from benchmarks.distillation.contenders import CHUNK, dense_divergence
 from benchmarks.distillation.inputs import Teacher
 from benchmarks.distillation.student_losses import (
     CROSS_ENTROPY,
@@ -192,7 +192,7 @@ class TeacherModel:
             hidden = hidden.to(self.weight.dtype)
             for rows, others in zip(hidden.split(CHUNK), of_teacher.split(CHUNK), strict=True):
                 tensors = rows.float(), weight, others.float(), teacher_weight
-                total += float(dense_kl(*tensors, 1.0).double().sum())
+                total += float(dense_divergence(*tensors, 1.0).double().sum())
             count += ids.numel()
         return {"kl": total / count}
 

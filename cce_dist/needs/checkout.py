@@ -27,7 +27,7 @@ EXPERIMENTS = {
     "ids.",
     "logprobs": "Log-probabilities, entropy and accuracy with a policy's gradients: ours, TRL's, "
     "verl's, Liger's.",
-    "distill": "Distillation's KL and its gradients: ours, TRL's, Liger's, FLA's.",
+    "distill": "Distillation's divergence and its gradients: ours, TRL's, Liger's, FLA's.",
     "distill-ranks": "Distillation where ranks share both models' vocabulary; start it with "
     "torchrun.",
     "students": "Distil small students from a trained teacher on real text, by dense logits and by "

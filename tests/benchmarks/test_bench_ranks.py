@@ -33,10 +33,12 @@ from tests.support.torchrun import bench
 
 
 @pytest.mark.timeout(180)
-def test_distillation_is_measured_beside_one_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_distillation_is_measured_beside_one_rank(tmp_path: Path, divergence: str) -> None:
     path = tmp_path / "ranks.csv"
     where = ("--device", "cpu", "--dtype", "float32", "--shape", "64x512x16", "--repeats", "3")
-    code, output = bench(tmp_path, "distill-ranks", *where, "--csv", str(path))
+    options = ("--divergence", divergence, "--csv", str(path))
+    code, output = bench(tmp_path, "distill-ranks", *where, *options)
     assert code == 0, output
     with path.open() as file:
         rows = list(csv.DictReader(file))
@@ -46,9 +48,10 @@ def test_distillation_is_measured_beside_one_rank(tmp_path: Path) -> None:
     for row in rows:
         assert float(row["median_ms"]) > 0 and not row["failed"]
     for row in rows[2:]:
-        # Of q - p, whose digits cancel.
+        # Of terms such as q - p, whose digits cancel.
         assert max(float(row["grad_hidden_error"]), float(row["grad_weight_error"])) < 2e-5
-        assert row["D_teacher"] == "32" and float(row["mean_kl"]) > 0
+        assert row["D_teacher"] == "32" and row["divergence"] == divergence
+        assert float(row["mean_kl"]) > 0
 
 
 @pytest.mark.timeout(180)

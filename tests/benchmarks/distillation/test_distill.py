@@ -30,14 +30,14 @@ from tests.benchmarks.bench_cases import invoke, read_csv, refuse
 TINY = ("--tokens", "64", "--vocab", "500", "--dim", "16", "--device", "cpu", "--repeats", "3")
 
 
-KLS = pytest.mark.parametrize("kl", ["forward_kl", "reverse_kl"])
+DIVERGENCES = pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 
 
 def tiny(
-    temperature: float = 1.0, dtype: torch.dtype = torch.float64, kl: Any = "forward_kl"
+    temperature: float = 1.0, dtype: torch.dtype = torch.float64, divergence: Any = "forward_kl"
 ) -> tuple[Any, Teacher]:
     inputs, teacher = make_models(Shape(96, 300, 16), 24, temperature=temperature, dtype=dtype)
-    return inputs, replace(teacher, divergence=kl)
+    return inputs, replace(teacher, divergence=divergence)
 
 
 def expected_of(inputs: BenchInputs, teacher: Teacher) -> torch.Tensor:
@@ -51,8 +51,8 @@ def expected_of(inputs: BenchInputs, teacher: Teacher) -> torch.Tensor:
 def test_the_models_know_the_same_text() -> None:
     inputs, teacher = make_models(Shape(512, 8192, 256), 512, dtype=torch.bfloat16)
     golden = golden_of(inputs, teacher)
-    assert 0.3 < golden.kl.mean() < 1 and 2 < golden.entropy.mean() < 4
-    assert golden.description["mean_kl"] == f"{float(golden.kl.mean()):.3f}"
+    assert 0.3 < golden.divergence.mean() < 1 and 2 < golden.entropy.mean() < 4
+    assert golden.description["mean_kl"] == f"{float(golden.divergence.mean()):.3f}"
     # The most frequent ids have the largest constant logit in both models.
     assert inputs.token_counts is not None and inputs.token_counts.min() > 0
     for hidden, weight in ((inputs.hidden, inputs.weight), (teacher.hidden, teacher.weight)):
@@ -111,17 +111,17 @@ def test_models_of_two_texts_are_refused(tmp_path: Path) -> None:
     assert "a file of `cce-dist bench capture`" in refuse("distill", *both, "none.pt", *on_cpu)
 
 
-@KLS
+@DIVERGENCES
 @pytest.mark.parametrize("temperature", [1.0, 2.5], ids=["T1", "T2.5"])
-def test_the_golden_is_that_of_autograd(temperature: float, kl: str) -> None:
-    inputs, teacher = tiny(temperature, kl=kl)
+def test_the_golden_is_that_of_autograd(temperature: float, divergence: str) -> None:
+    inputs, teacher = tiny(temperature, divergence=divergence)
     golden = golden_of(inputs, teacher)
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return expected_of(BenchInputs("", hidden, weight, targets), teacher).mean()
 
     expected = gradients(loss, inputs)
-    torch.testing.assert_close(golden.kl, expected_of(inputs, teacher))
+    torch.testing.assert_close(golden.divergence, expected_of(inputs, teacher))
     torch.testing.assert_close(golden.gradients.loss, expected.loss)
     torch.testing.assert_close(golden.gradients.hidden, expected.hidden)
     torch.testing.assert_close(golden.gradients.weight, expected.weight)
@@ -134,13 +134,15 @@ def test_the_golden_is_that_of_autograd(temperature: float, kl: str) -> None:
 ON_CPU = {"filtered": "", "exact": "", "dense": "", "trl": "trl", "liger-chunked": "liger_kernel"}
 
 
-@KLS
+@DIVERGENCES
 @pytest.mark.parametrize("temperature", [1.0, 2.5], ids=["T1", "T2.5"])
 @pytest.mark.parametrize("name", ON_CPU)
-def test_contenders_compute_the_mean_kl(name: str, temperature: float, kl: str) -> None:
+def test_contenders_compute_the_mean_divergence(
+    name: str, temperature: float, divergence: str
+) -> None:
     if package := ON_CPU[name]:
         pytest.importorskip(package)
-    inputs, teacher = tiny(temperature, torch.float32, kl)
+    inputs, teacher = tiny(temperature, torch.float32, divergence)
     golden = golden_of(inputs, teacher)
     built = CONTENDERS[name].build(teacher)
     off = errors(gradients(built.loss, inputs), golden.gradients)
@@ -148,14 +150,14 @@ def test_contenders_compute_the_mean_kl(name: str, temperature: float, kl: str) 
     assert (built.tokens is None) == (name == "liger-chunked")
     if built.tokens is not None:
         values = built.tokens(inputs.hidden, inputs.weight)
-        torch.testing.assert_close(values.double(), golden.kl, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(values.double(), golden.divergence, rtol=1e-4, atol=1e-5)
 
 
-@KLS
-def test_chunks_compute_the_same(monkeypatch: pytest.MonkeyPatch, kl: str) -> None:
+@DIVERGENCES
+def test_chunks_compute_the_same(monkeypatch: pytest.MonkeyPatch, divergence: str) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(contenders, "CHUNK", 40)
-    inputs, teacher = tiny(kl=kl)
+    inputs, teacher = tiny(divergence=divergence)
     golden = golden_of(inputs, teacher)
     for name in ("torch-compile", "torch-compile-chunked"):
         built = CONTENDERS[name].build(teacher)
@@ -171,7 +173,9 @@ def test_trl_needs_no_packages_of_its_trainers(monkeypatch: pytest.MonkeyPatch) 
     built = CONTENDERS["trl"].build(teacher)
     assert built.tokens is not None
     values = built.tokens(inputs.hidden, inputs.weight)
-    torch.testing.assert_close(values.double(), golden_of(inputs, teacher).kl, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        values.double(), golden_of(inputs, teacher).divergence, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_products_are_four_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,13 +234,14 @@ def test_the_bound_is_two_products_and_a_backward() -> None:
     assert [row["of_bound"] for row in broken] == [1, 2 / 3, None, 2, None]
 
 
-def test_fla_has_no_reverse_kl() -> None:
-    with pytest.raises(ValueError, match="FLA has forward_kl alone, got 'reverse_kl'"):
-        CONTENDERS["fla"].build(tiny(kl="reverse_kl")[1])
+@pytest.mark.parametrize("divergence", ["reverse_kl", "jsd"])
+def test_fla_has_forward_kl_alone(divergence: str) -> None:
+    with pytest.raises(ValueError, match=f"FLA has forward_kl alone, got '{divergence}'"):
+        CONTENDERS["fla"].build(tiny(divergence=divergence)[1])
 
 
-@KLS
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kl: str) -> None:
+@DIVERGENCES
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divergence: str) -> None:
     def fail(teacher: Teacher) -> Built:
         raise ImportError("not installed")
 
@@ -253,11 +258,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kl: str) -
         "--csv",
         str(path),
         "--divergence",
-        kl,
+        divergence,
     )
     output = invoke("distill", *TINY, *chosen, *options)
     assert "fla failed: ImportError: not installed" in output
-    assert f"D_teacher 24, divergence {kl}, temperature 1.5, mean_kl" in " ".join(output.split())
+    assert f"D_teacher 24, divergence {divergence}, temperature 1.5, mean_kl" in " ".join(
+        output.split()
+    )
     rows = [row for row in read_csv(path) if row["group"] == ALL and not row["failed"]]
     parts = {(row["method"], row["part"]): row for row in rows}
     every = ["products", "cross-entropy", *names[:4]]
