@@ -5,7 +5,6 @@ All are means over tokens, at temperature 1, without the targets' cross-entropy 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.distillation.contenders import CHUNK
-from benchmarks.distillation.inputs import Teacher
+from benchmarks.distillation.inputs import Teacher, divergence_of
 from cce_dist import linear_cross_entropy
 from cce_dist.core.types import accumulate_dtype
 from cce_dist.distillation import linear_distillation, listed_distillation, teacher_topk
@@ -96,10 +95,7 @@ def _sum_of_chunk(
     if divergence == "topk":
         ids = log_p.topk(TOP_K, -1).indices
         log_p, log_q = _listed_and_rest(log_p, ids), _listed_and_rest(log_q, ids)
-    if divergence == "jsd":
-        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-        return (_kl(log_p, log_m) + _kl(log_q, log_m)) / 2
-    return _kl(log_p, log_q)
+    return divergence_of(log_q, log_p, "jsd" if divergence == "jsd" else "forward_kl").sum()
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -110,7 +106,3 @@ def _listed_and_rest(log_p: Tensor, ids: Tensor) -> Tensor:
     """Returns the ids' log-probabilities and that of all others together, [n, K + 1]."""
     rest = log_p.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([log_p.gather(-1, ids), rest], -1)
-
-
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
