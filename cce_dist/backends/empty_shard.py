@@ -45,7 +45,8 @@ def _nothing_of_heads(
     _exchange_nothing(tokens, head, request)
     zeros = head.weight.new_zeros(len(tokens), dtype=torch.float32)
     nothing = torch.full_like(zeros, -torch.inf)
-    return TeacherStats(Stats(nothing, zeros), nothing, zeros, None, zeros.new_zeros(1))
+    kl = zeros if request.mixture is None else zeros.expand(2, -1)
+    return TeacherStats(Stats(nothing, zeros), nothing, kl, None, zeros.new_zeros(1))
 
 
 class EmptyShard(TorchBackend):

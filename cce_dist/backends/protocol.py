@@ -95,6 +95,15 @@ class Room:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """What Jensen-Shannon compares two heads with: beta teacher + (1 - beta) student."""
+
+    beta: float
+    lse: Tensor  # [N] of the student, merged over the ranks
+    teacher_lse: Tensor  # [N]
+
+
+@dataclass(frozen=True)
 class ForwardRequest:
     """Step 1."""
 
@@ -109,6 +118,9 @@ class ForwardRequest:
     # filtered, screened, exchanged or stored.
     segment: int = 0
     reverse: bool = False  # of two heads: KL(student || teacher), not KL(teacher || student)
+    # Of two heads: Jensen-Shannon, after a step 1 of each; not None only with `reverse`, as the
+    # student's probabilities weigh the log ratios that the backward needs.
+    mixture: Mixture | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +129,9 @@ class TeacherStats:
 
     student: Stats
     teacher_lse: Tensor
-    kl: Tensor  # nats: the request's KL of the softmaxes over this shard's columns alone
+    # nats: the request's KL of the softmaxes over this shard's columns alone; or with a mixture
+    # [2, N], this shard's part of the divergence and of KL(student || mixture)
+    kl: Tensor
     scores: Scores | None  # of both models; None: this shard has no columns
     # [1] int32: 1 where the teacher's logits were to be screened, and are full; None: they were not
     full: Tensor | None = None
@@ -133,8 +147,9 @@ class TeacherPart:
     lse: Tensor  # [N] merged over the ranks
     # [N] the loss's gradient by this lse, if it were the student's: d_logits get the teacher's
     # probabilities times it. None: the request's entropy, and upstream of it, are of the student's
-    # entropy relative to the teacher, -KL(student || teacher).
+    # entropy relative to the teacher, -KL(student || teacher), or to a mixture.
     upstream: Tensor | None
+    beta: float | None = None  # as of `Mixture`; None: there is none
 
 
 @dataclass(frozen=True)
@@ -254,7 +269,7 @@ class Backend(Protocol):
         """`forward` of a student's and a teacher's logits, and a KL of them, in one pass; None:
         there is none, and `BackwardRequest.teacher` is not read. The masses of both score a column
         by `request.filter`. `request.screen` is of the teacher's logits alone, for the KL that is
-        not reverse. Both exchange their bounds, the student first."""
+        not reverse. Both exchange their bounds, the student first; with `request.mixture` none."""
         ...
 
     def gains_by_screening(self, num_tokens: int, num_columns: int, dim: int) -> bool:

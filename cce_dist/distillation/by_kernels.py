@@ -1,4 +1,4 @@
-"""A KL by kernels: one pass over both heads, and a backward of the columns that matter."""
+"""A divergence by kernels: passes over both heads, and a backward of the columns that matter."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from cce_dist.backends.protocol import (
     BackwardRequest,
     ColumnFilter,
     ForwardRequest,
+    Mixture,
     Room,
     Scores,
     TeacherPart,
+    TeacherStats,
 )
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens, Upstream
@@ -27,7 +29,7 @@ from cce_dist.distillation.divergences import Sums
 from cce_dist.distillation.function import Objective, Teacher, merge, require_equal_sizes
 from cce_dist.distillation.sweep import FirstPass
 from cce_dist.options import Screen
-from cce_dist.ranks.gather import gather_bounds
+from cce_dist.ranks.gather import all_gather, gather_bounds
 from cce_dist.ranks.transport import group_size
 
 
@@ -40,7 +42,8 @@ class _Heads:
     teacher: tuple[Tokens, Head]
     rule: ColumnFilter
     screen: Screen | None  # of the teacher's logits; None: they are full
-    reverse: bool  # the KL is KL(student || teacher)
+    reverse: bool  # the student's probabilities weigh log ratios: not the KL(teacher || student)
+    beta: float | None  # of Jensen-Shannon; None: a KL
     room: Room
 
     @classmethod
@@ -76,17 +79,20 @@ class _Heads:
             teacher=(replace(tokens, hidden=of_teacher), teacher_head),
             rule=ColumnFilter(plan.threshold, False, plan.options.filter.tail, plan.options.draws),
             screen=screen,
-            reverse=objective.divergences.is_reverse,
+            reverse=objective.divergences.name != "forward_kl",
+            beta=objective.divergences.beta if objective.divergences.passes == 2 else None,
             room=plan.room(tokens, head),
         )
 
-    def request(self, plan: Plan) -> ForwardRequest:
-        """Returns the request of step 1."""
-        bounds = None
-        if group_size(plan.group) > 1:
+    def request(self, plan: Plan, lses: tuple[Tensor, Tensor] | None = None) -> ForwardRequest:
+        """Returns the request of step 1. Args: lses: of both, merged, for Jensen-Shannon."""
+        bounds = mixture = None
+        if self.beta is not None and lses is not None:
+            mixture = Mixture(self.beta, *lses)
+        elif group_size(plan.group) > 1:
             bounds = functools.partial(gather_bounds, group=plan.group)
         of_heads = self.rule, self.screen, bounds, None, self.room
-        return ForwardRequest(plan.wanted, *of_heads, reverse=self.reverse)
+        return ForwardRequest(plan.wanted, *of_heads, reverse=self.reverse, mixture=mixture)
 
     def warm_up(
         self, call: Call, weight: torch.dtype, needs: tuple[bool, ...], *, of_nll: bool
@@ -99,20 +105,36 @@ class _Heads:
         """
         expected = call.expect(self.tokens, weight, needs)
         expected = replace(expected, of_lse=not self.reverse, of_nll=of_nll)
-        request, teacher = self.request(call.plan), self.teacher
+        lses = self.tokens.hidden.new_empty(2, len(self.tokens), dtype=torch.float32)
+        request, teacher = self.request(call.plan, (lses[0], lses[1])), self.teacher
         call.plan.backend.warm_up(self.tokens, self.head, request, expected, teacher)
 
     def forward(self, plan: Plan) -> tuple[FirstPass, Scores | None]:
-        """Takes step 1 of both heads. Collectives: those of `sharded.forward` before its merge, of
-        both."""
-        request = self.request(plan)
+        """Takes step 1 of both heads; for Jensen-Shannon of one after the other, without scores.
+        Collectives: those of `sharded.forward` before its merge, of both."""
+        if self.beta is None:
+            out = self._of_heads(plan, self.request(plan))
+            lse, target_logit = out.student.lse, out.student.target_logit
+            sums = Sums(lse, out.teacher_lse, out.kl)
+            return FirstPass(sums, lse, target_logit, out.full), out.scores
+        request = ForwardRequest(plan.wanted, None, None, None, None, self.room)
+        student, _ = plan.backend.forward(self.tokens, self.head, request)
+        teacher, _ = plan.backend.forward(*self.teacher, request)
+        sums = Sums(student.lse, teacher.lse, torch.zeros_like(student.lse))
+        return FirstPass(sums, student.lse, student.target_logit), None
+
+    def second_pass(self, plan: Plan, merged: FirstPass) -> tuple[Tensor, Tensor, Scores | None]:
+        """Returns Jensen-Shannon of each token, the student's mean log ratio to the mixture, [N]
+        each, and the scores. Collectives: one all-gather of 8 N bytes."""
+        request = self.request(plan, merged.sums[:2])
+        out = self._of_heads(plan, request)
+        value, mean = all_gather(out.kl.contiguous(), plan.group).sum(0)
+        return value, mean, out.scores
+
+    def _of_heads(self, plan: Plan, request: ForwardRequest) -> TeacherStats:
         forward_of_heads = plan.backend.forward_of_heads
         assert forward_of_heads is not None
-        out = forward_of_heads(self.tokens, self.head, self.teacher, request)
-        lse, target_logit = out.student.lse, out.student.target_logit
-        sums = Sums(lse, out.teacher_lse, out.kl)
-        first = FirstPass(sums, lse, target_logit, out.full)
-        return first, out.scores
+        return forward_of_heads(self.tokens, self.head, self.teacher, request)
 
 
 class DistillByKernels(torch.autograd.Function):
@@ -136,11 +158,14 @@ class DistillByKernels(torch.autograd.Function):
             heads.warm_up(call, weight.dtype, needs, of_nll=has_targets)
         local, scores = heads.forward(plan)
         merged = merge(local, objective.divergences, plan, has_targets=has_targets)
+        value = mean = merged.sums.kl
+        if heads.beta is not None:
+            value, mean, scores = heads.second_pass(plan, merged)
         ctx.call, ctx.objective, ctx.softcap_and_scale = call, objective, teacher[3:5]
         ctx.scores, tensors = take_apart(scores)
         vectors = [merged.sums.student, merged.sums.teacher, merged.target_logit]
         if heads.reverse:
-            vectors.append(merged.sums.kl)
+            vectors.append(mean)
         ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *vectors, *tensors)
         ctx.set_materialize_grads(False)
         nll = merged.lse - merged.target_logit if has_targets else None
@@ -150,7 +175,7 @@ class DistillByKernels(torch.autograd.Function):
         screened = None if merged.full is None else (merged.full == 0).view(())
         if screened is not None:
             ctx.mark_non_differentiable(screened)
-        return merged.sums.kl, nll, screened
+        return value, nll, screened
 
     @staticmethod
     @once_differentiable
@@ -160,8 +185,8 @@ class DistillByKernels(torch.autograd.Function):
         teacher = Teacher(*saved[:3], *ctx.softcap_and_scale)
         lse, teacher_lse, target_logit, *tensors = saved[3:]
         call, objective, needs = ctx.call, ctx.objective, ctx.needs_input_grad
-        number = int(objective.divergences.is_reverse)
-        kl, tensors = tensors[:number], tensors[number:]
+        number = int(objective.divergences.name != "forward_kl")
+        mean, tensors = tensors[:number], tensors[number:]
         scores = put_together(ctx.scores, iter(tensors))
         of_divergence, of_nll = grads[:2]
         if of_divergence is None and of_nll is None:
@@ -175,10 +200,12 @@ class DistillByKernels(torch.autograd.Function):
             kept = backend.keep(heads.tokens, heads.head, scores, lse, *of_rule)
         stats, upstream = Stats(lse, target_logit), Upstream(nll=of_nll)
         if of_divergence is not None and heads.reverse:
-            # The KL is minus the student's entropy relative to the teacher.
-            part = TeacherPart(*heads.teacher, teacher_lse, None)
-            stats = replace(stats, entropy=-kl[0])
-            upstream = replace(upstream, entropy=-of_divergence)
+            # The KL is minus the student's entropy relative to the teacher. Jensen-Shannon's
+            # derivative is that of 1 - beta times the KL to a mixture which stays as it is.
+            part = TeacherPart(*heads.teacher, teacher_lse, None, heads.beta)
+            stats = replace(stats, entropy=-mean[0])
+            share = 1.0 if heads.beta is None else 1.0 - heads.beta
+            upstream = replace(upstream, entropy=-share * of_divergence)
         elif of_divergence is not None:
             # d KL / da = q - p: q is the derivative of the student's lse.
             part = TeacherPart(*heads.teacher, teacher_lse, -of_divergence)

@@ -39,6 +39,11 @@ class Divergences:
         return 1 if self.name in ("forward_kl", "reverse_kl") else 2
 
     @property
+    def is_filtered(self) -> bool:
+        """Kernels of both heads compute it, with filtered gradients."""
+        return self.name != "tvd"
+
+    @property
     def is_reverse(self) -> bool:
         return self.name == "reverse_kl"
 

@@ -319,7 +319,7 @@ def _backends_of(
             'backend="triton" of linear_distillation needs a teacher in bf16, fp16 or fp32, got '
             "float64"
         )
-    of_heads = objective.divergences.passes == 1 and options.gradient == "filtered"
+    of_heads = objective.divergences.is_filtered and options.gradient == "filtered"
     if of_heads and not is_wide:
         return options, "torch"
     return replace(options, backend="torch"), "torch" if is_wide else options.backend

@@ -19,6 +19,7 @@ from cce_dist.backends.protocol import (
     ForwardRequest,
     HiddenSum,
     LogitStore,
+    Mixture,
     Room,
     TeacherPart,
     WeightGrad,
@@ -76,7 +77,7 @@ def warm_up(
         *_traits(tokens, head),
         *(None if teacher is None else _traits(*teacher), tokens.scale is None),
         *(request.wanted, request.screen, type(store), rule and replace(rule, threshold=1.0)),
-        request.reverse,
+        *(request.reverse, request.mixture is not None),
         *(kind, replace(backward, hidden=None)),
         *(num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks)),
         rule is None and _holds_all(request.room, weight, num_blocks),
@@ -122,6 +123,20 @@ def _traits(tokens: Tokens, head: Head) -> tuple[object, ...]:
     )
 
 
+def _mixture_of_few(
+    few: Tokens, head: Head, teacher: tuple[Tokens, Head], request: ForwardRequest
+) -> tuple[ForwardRequest, Mixture | None]:
+    """Goes through the forwards that a mixture needs before. Returns the request with its part for
+    some tokens, and that part."""
+    mixture = request.mixture
+    if mixture is None:
+        return request, None
+    alone = replace(request, filter=None, reverse=False, mixture=None)
+    lse = forward(few, head, alone)[0].lse
+    mixture = Mixture(mixture.beta, lse, forward(*teacher, alone)[0].lse)
+    return replace(request, mixture=mixture), mixture
+
+
 def _go_through(
     tokens: Tokens,
     head: Head,
@@ -138,9 +153,11 @@ def _go_through(
         stats, marks = forward(few, head, request, order_as=order_as)
     else:
         of_teacher = replace(few, hidden=teacher[0].hidden), teacher[1]
+        request, mixture = _mixture_of_few(few, head, of_teacher, request)
         out = forward_of_heads(few, head, of_teacher, request, order_as)
         stats, marks = out.student, out.scores
-        part = TeacherPart(*of_teacher, out.teacher_lse, None if request.reverse else stats.lse)
+        of_lse = None if request.reverse else stats.lse
+        part = TeacherPart(*of_teacher, out.teacher_lse, of_lse, mixture and mixture.beta)
     kept = None
     if request.filter is not None:
         assert isinstance(marks, Marks)

@@ -23,6 +23,7 @@ class TeacherState:
     hidden: Tensor  # [num_rows, D_teacher]
     factors: Tensor  # [7, P] fp32: see `exact_logits_kernel`; divided as the student's are
     tail_mass: Tensor | None  # [P]; None: the student's tail has all that dropped columns add
+    beta: float | None  # see `TeacherPart`
 
     @classmethod
     def of(
@@ -53,7 +54,9 @@ class TeacherState:
             # both.
             per_token.factors[0] *= per_token.grad_scale / student.grad_scale
         hidden = with_unit_inner_stride(part.tokens.hidden)
-        return cls(for_kernels(part.head), hidden, per_token.factors, per_token.tail_mass)
+        return cls(
+            for_kernels(part.head), hidden, per_token.factors, per_token.tail_mass, part.beta
+        )
 
 
 def teacher_arguments(teacher: TeacherState | None, dummy: Tensor, block_k: int) -> dict[str, Any]:
@@ -74,7 +77,9 @@ def teacher_arguments(teacher: TeacherState | None, dummy: Tensor, block_k: int)
         "stride_teacher_wv": 0 if head is None else head.weight.stride(0),
         "teacher_scale": 1.0 if head is None else head.logit_scale,
         "teacher_softcap": 1.0 if head is None or head.softcap is None else head.softcap,
+        "beta": 0.0 if teacher is None or teacher.beta is None else teacher.beta,
         "HAS_TEACHER": teacher is not None,
+        "IS_JSD": teacher is not None and teacher.beta is not None,
         "TEACHER_EVEN_K": dim % block_k == 0,
         "TEACHER_HAS_BIAS": bias is not None,
         "TEACHER_HAS_SOFTCAP": head is not None and head.softcap is not None,

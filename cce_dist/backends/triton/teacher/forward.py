@@ -8,42 +8,21 @@ No autograd, no groups, and nothing that makes the host wait for the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-import triton
-import triton.language as tl
-from torch import Tensor
 
 from cce_dist.backends.protocol import ForwardRequest, TeacherStats
-from cce_dist.backends.triton.filter.marks import MassFactors, marks_of
+from cce_dist.backends.triton.filter.marks import marks_of
 from cce_dist.backends.triton.forward.bounds import EXCHANGES, raise_lower
-from cce_dist.backends.triton.forward.hopper import Groups, num_groups
-from cce_dist.backends.triton.forward.operands import EightBit, ForwardLaunch
-from cce_dist.backends.triton.forward.shares import mass_factors
-from cce_dist.backends.triton.forward.state import ForwardState
-from cce_dist.backends.triton.forward.targets import Placed, add_targets, start_products
-from cce_dist.backends.triton.kernels.teacher.divergence import divergence_kernel
-from cce_dist.backends.triton.kernels.teacher.forward import teacher_forward_kernel
-from cce_dist.backends.triton.launch.arguments import descriptor_of, for_kernels
-from cce_dist.backends.triton.launch.start import start
-from cce_dist.backends.triton.launch.tiles import (
-    KernelTiles,
-    rounds_exp2,
-    takes_tma,
-    tiles_for,
-)
-from cce_dist.backends.triton.screened.quantize import Sums, start_sums
-from cce_dist.backends.triton.teacher.eight_bits import TeacherInEightBits
+from cce_dist.backends.triton.launch.arguments import for_kernels
+from cce_dist.backends.triton.screened.quantize import start_sums
+from cce_dist.backends.triton.teacher.jsd import jsd_of_heads
+from cce_dist.backends.triton.teacher.state import HeadStates, merged_state
 from cce_dist.backends.triton.tokens.order import in_similar_order
 from cce_dist.core.stats import Stats
-from cce_dist.core.types import Head, Tokens, Wanted
-from cce_dist.options import TOKEN_BLOCK, Screen
-
-# Columns of a tile: two models' products lie in registers side by side.
-COLUMNS = 128
-# Stages of Hopper's kernel: the student's logits take the shared memory of one.
-STAGES = 3
+from cce_dist.core.types import Head, Tokens
+from cce_dist.options import TOKEN_BLOCK
 
 
 def forward_of_heads(
@@ -53,11 +32,13 @@ def forward_of_heads(
     request: ForwardRequest,
     order_as: torch.dtype | None = None,
 ) -> TeacherStats:
-    """Computes statistics of both heads over this rank's shard, and a KL. Deterministic.
+    """Computes statistics of both heads over this rank's shard, and a divergence. Deterministic.
 
     Args: order_as: dtype of the marks' order; None: `order_dtype`.
     Source: docs/design/distillation.md.
     """
+    if request.mixture is not None:
+        return jsd_of_heads(tokens, head, teacher, request, request.mixture, order_as)
     rule, bounds, order = request.filter, request.bounds, None
     assert rule is not None and not rule.by_largest
     assert request.screen is None or not request.reverse
@@ -67,7 +48,7 @@ def forward_of_heads(
         if len(tokens) > TOKEN_BLOCK:
             tokens, order = in_similar_order(tokens)
         of_teacher = replace(tokens, hidden=teacher[0].hidden)
-        heads = _States.of((tokens, of_teacher), both, request.reverse)
+        heads = HeadStates.of((tokens, of_teacher), both, request)
     finally:
         sums = None if wait_for_sums is None else wait_for_sums()
     if request.screen is not None:
@@ -85,8 +66,8 @@ def forward_of_heads(
     last = replace(launches[-1], robust=True)
     heads.launch(last, rule.threshold)
     of_call = last, len(launches), order, order_as
-    student = _merged(heads.student, *of_call)
-    of_teacher = _merged(heads.teacher, *of_call, (heads, student))
+    student = merged_state(heads.student, *of_call)
+    of_teacher = merged_state(heads.teacher, *of_call, (heads, student))
     marks = marks_of(
         student.mass,
         student.factors,
@@ -113,239 +94,3 @@ def forward_of_heads(
     stats = Stats(student.placed.lse, student.placed.target_logit)
     full = None if heads.eight is None else heads.eight.full
     return TeacherStats(stats, of_teacher.placed.lse, kl, marks, full)
-
-
-@dataclass(frozen=True)
-class _Merged:
-    """One model's splits, merged."""
-
-    lse: Tensor  # [N_padded] in the order of the blocks
-    placed: Placed
-    mass: Tensor
-    factors: MassFactors
-    log_dropped: Tensor  # [N]
-    seed: Tensor
-    of_targets: Tensor  # of `start_products`
-    divergence: tuple[Tensor, ...]  # of a teacher, see `_States.divergence`; () of a student
-
-
-def _merged(
-    state: ForwardState,
-    last: ForwardLaunch,
-    num_launches: int,
-    order: Tensor | None,
-    order_as: torch.dtype | None,
-    beside: tuple[_States, _Merged] | None = None,
-) -> _Merged:
-    """Args: beside: of a teacher: both states, and its student's splits, merged."""
-    products, divergence, student = start_products(state), (), None
-    try:
-        finished = state.merge(last)
-        if beside is not None:
-            heads, of_student = beside
-            student = of_student.of_targets, heads.student.head
-            divergence = heads.divergence(last, of_student.lse, finished.lse)
-            if heads.eight is not None:
-                heads.eight.correct(*heads.states, of_student.lse, finished, divergence[0])
-        if beside is not None and beside[0].reverse:
-            # Its masses are sums of the student's probabilities.
-            factors = beside[1].factors
-        else:
-            factors = mass_factors(state, finished, num_launches, None)
-    finally:
-        of_targets = products()
-    placed = add_targets(state, finished, of_targets, order, order_as, student)
-    mass = state.buffers.mass
-    assert mass is not None and placed.log_dropped is not None and placed.seed is not None
-    of_tokens = placed.log_dropped, placed.seed, of_targets, divergence
-    return _Merged(finished.lse, placed, mass, factors, *of_tokens)
-
-
-@dataclass(frozen=True)
-class _States:
-    """The states of both heads, whose launches compute the same programs and tiles."""
-
-    student: ForwardState
-    teacher: ForwardState
-    reverse: bool  # see `ForwardRequest`: the models change places before the kernels
-    shape: Tensor  # [3] of launches in full precision; no blocks if the teacher's go by 8 bits
-    eight: TeacherInEightBits | None  # None: they do not
-
-    @classmethod
-    def of(cls, tokens: tuple[Tokens, Tokens], heads: tuple[Head, Head], reverse: bool) -> _States:
-        """Packs the tokens. Args: of the student and of the teacher."""
-        head, teacher_head = heads
-        weights = (head.weight, teacher_head.weight)
-        tiles = tiles_for(max(weights, key=Tensor.element_size))
-        softcaps = head.softcap is not None or teacher_head.softcap is not None
-        equal = weights[0].dtype == weights[1].dtype
-        if softcaps or not equal or any(num_groups(each, tiles) == 1 for each in weights):
-            tiles = replace(tiles, columns=min(tiles.columns, COLUMNS))
-        student, teacher = (
-            ForwardState.of(
-                each, of, Wanted(), True, None, tiles=tiles, beside=_row_bytes(other.weight)
-            )
-            for each, of, other in (
-                (tokens[0], head, teacher_head),
-                (tokens[1], teacher_head, head),
-            )
-        )
-        return cls(student, teacher, reverse, student.shape, None)
-
-    def in_eight_bits(self, screen: Screen, sums: Sums | None) -> _States:
-        """Returns the same states, with the teacher's logits in 8 bits if they will do."""
-        shape = self.shape.clone()
-        eight = TeacherInEightBits.of(self.student, self.teacher, shape, screen, sums)
-        return replace(self, shape=shape, eight=eight)
-
-    @property
-    def states(self) -> tuple[ForwardState, ForwardState]:
-        return self.student, self.teacher
-
-    @property
-    def far_and_near(self) -> tuple[ForwardState, ForwardState]:
-        """Both, last the model whose probabilities weigh the log ratios."""
-        return (self.teacher, self.student) if self.reverse else self.states
-
-    @property
-    def tiles(self) -> KernelTiles:
-        return self.student.tiles
-
-    def launch(self, launch: ForwardLaunch, threshold: float) -> None:
-        """Launches the forward in full precision and, if the teacher is screened, that in 8 bits:
-        one of the two has blocks to compute."""
-        portable = self.student.groups == 1 or launch.robust
-        way = self._launch_portable if portable else self._launch_hopper
-        way(launch, threshold, self.shape, None)
-        if self.eight is not None:
-            way(launch, threshold, self.eight.shape, self.eight.operands)
-
-    def _launch_hopper(
-        self, launch: ForwardLaunch, threshold: float, shape: Tensor, eight: EightBit | None
-    ) -> None:
-        from cce_dist.backends.triton.kernels.teacher.hopper import hopper_teacher_kernel
-
-        far, near = self.far_and_near
-        grouping = Groups(far.programs, far.groups, self.tiles, threshold, False)
-        operands = []
-        for state, (hidden, weight) in zip(self.far_and_near, self._operands(eight), strict=True):
-            # As many bytes of a row are loaded at a time.
-            dims = self.tiles.dims * far.weight.element_size() // weight.element_size()
-            of_state = replace(grouping, tiles=replace(self.tiles, dims=dims))
-            operands += of_state.descriptors(hidden, weight)
-            operands.append(state.or_dummy(state.head.bias))
-        start(hopper_teacher_kernel, (far.programs,))(
-            *operands,
-            *self._memory(shape, eight),
-            launch.number,
-            far.buffers.size,
-            far.packed.shape[0],
-            *far.weight.shape,
-            near.weight.shape[1],
-            far.head.logit_scale,
-            near.head.logit_scale,
-            threshold,
-            BLOCK_N=TOKEN_BLOCK,
-            ROWS=grouping.rows,
-            BLOCK_D=self.tiles.dims,
-            STAGES=STAGES,
-            HAS_BIAS=far.head.bias is not None,
-            TEACHER_HAS_BIAS=near.head.bias is not None,
-            IS_REVERSE=self.reverse,
-            num_warps=4,
-        )
-
-    def _operands(self, eight: EightBit | None) -> list[tuple[Tensor, Tensor]]:
-        """Returns hidden states and weight of both models, as the products read them."""
-        operands = [(x.packed[:, : x.weight.shape[1]], x.weight) for x in self.far_and_near]
-        return operands if eight is None else [operands[0], (eight.hidden, eight.weight)]
-
-    def _memory(self, shape: Tensor, eight: EightBit | None) -> list[Tensor | None]:
-        """Returns what both forward kernels take between the operands and the launch's number."""
-        far, near = self.far_and_near
-        buffers = far.buffers, near.buffers
-        of_each = [
-            [getattr(each, name) for each in buffers] for name in ("lower", "split_states", "mass")
-        ]
-        of_eight = [shape, shape] if eight is None else [eight.of_columns, eight.of_tokens]
-        return [*of_eight, far.count, shape, *of_each[0], *of_each[1], *of_each[2]]
-
-    def _launch_portable(
-        self, launch: ForwardLaunch, threshold: float, shape: Tensor, eight: EightBit | None
-    ) -> None:
-        (far, near), tiles = self.far_and_near, self.tiles
-        plain_mass = None if self.eight is None else self.eight.plain_mass
-        operands, strides, use_tma = [], [], []
-        for state, (hidden, weight) in zip(self.far_and_near, self._operands(eight), strict=True):
-            uses = takes_tma(weight)
-            operands += [
-                descriptor_of(hidden, TOKEN_BLOCK, tiles.dims, uses),
-                descriptor_of(weight, state.columns, tiles.dims, uses),
-                state.or_dummy(state.head.bias),
-            ]
-            strides += [hidden.stride(0), weight.stride(0)]
-            use_tma.append(uses)
-        start(teacher_forward_kernel, (far.grid,))(
-            *operands,
-            *self._memory(shape, eight),
-            far.or_dummy(plain_mass),
-            launch.number,
-            launch.end_tile,
-            far.buffers.size,
-            far.packed.shape[0],
-            *far.weight.shape,
-            near.weight.shape[1],
-            *strides,
-            far.head.logit_scale,
-            far.head.softcap or 1.0,
-            near.head.logit_scale,
-            near.head.softcap or 1.0,
-            threshold,
-            BLOCK_N=TOKEN_BLOCK,
-            BLOCK_V=far.columns,
-            BLOCK_D=tiles.dims,
-            USE_TMA=use_tma[0],
-            TEACHER_USE_TMA=use_tma[1],
-            PRECISION="ieee",
-            WIDE=rounds_exp2(far.weight) or rounds_exp2(near.weight),
-            HAS_BIAS=far.head.bias is not None,
-            HAS_SOFTCAP=far.head.softcap is not None,
-            TEACHER_HAS_BIAS=near.head.bias is not None,
-            TEACHER_HAS_SOFTCAP=near.head.softcap is not None,
-            TEACHER_ACCUMULATOR=tl.float32 if eight is None else eight.accumulator,
-            IS_SCREENED=eight is not None,
-            IS_REVERSE=self.reverse,
-            IS_ROBUST=launch.robust,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
-
-    def divergence(
-        self, last: ForwardLaunch, lse: Tensor, teacher_lse: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Merges the splits' KL, and `Marks.of_dropped` if it is reverse, [N_padded] in the blocks'
-        order."""
-        states = [
-            state.buffers.split_states[last.number % len(state.buffers.split_states)]
-            for state in self.far_and_near
-        ]
-        padded, block = self.student.packed.shape[0], 128
-        out = torch.empty_like(lse), torch.empty_like(lse) if self.reverse else lse
-        lses = (teacher_lse, lse) if self.reverse else (lse, teacher_lse)
-        start(divergence_kernel, (triton.cdiv(padded, block),))(
-            self.student.count,
-            self.student.shape,
-            *states,
-            *lses,
-            *out,
-            padded,
-            self.student.buffers.size,
-            TOKENS=TOKEN_BLOCK,
-            BLOCK_N=block,
-            IS_REVERSE=self.reverse,
-        )
-        return out
-
-
-def _row_bytes(weight: Tensor) -> int:
-    return weight.shape[1] * weight.element_size()

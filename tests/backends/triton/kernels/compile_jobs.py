@@ -36,6 +36,7 @@ from cce_dist.backends.protocol import (
     BackwardRequest,
     ColumnFilter,
     ForwardRequest,
+    Mixture,
     PairsGrads,
     PairsRequest,
     Room,
@@ -59,6 +60,7 @@ from cce_dist.backends.triton.tokens.merge import merge_lse_and_target, pack_lse
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.backends.triton.warm_up import NoSum
 from cce_dist.core.types import Head, Pairs, Tokens, Upstream, Wanted
+from cce_dist.distillation.divergences import Divergence
 from cce_dist.options import Screen
 from cce_dist.vocab_shard import VocabShard
 
@@ -380,7 +382,7 @@ def compile_segments() -> None:
 
 
 def compile_heads(
-    dtype: torch.dtype, screen: Screen | None = None, *, reverse: bool = False
+    dtype: torch.dtype, screen: Screen | None = None, *, divergence: Divergence = "forward_kl"
 ) -> None:
     """A student and a teacher of another width; in fp32 with all that logits may have."""
     everything = dtype == torch.float32
@@ -394,9 +396,12 @@ def compile_heads(
         for each in heads
     )
     rule, room = ColumnFilter(1.0, by_largest=False, tail=True, draws=True), Room(2**26)
-    request = ForwardRequest(Wanted(), rule, screen, None, None, room, reverse=reverse)
+    reverse, lse = divergence != "forward_kl", torch.zeros(TOKENS)
+    mixture = Mixture(0.3, lse, lse) if divergence == "jsd" else None
+    request = ForwardRequest(
+        *(Wanted(), rule, screen, None, None, room), reverse=reverse, mixture=mixture
+    )
     out = forward_of_heads(tokens, heads[0], (of_teacher, heads[1]), request)
-    lse = out.student.lse
     later = BackwardRequest(
         stats=replace(out.student, entropy=lse),
         upstream=Upstream(lse, entropy=lse) if reverse else Upstream(lse, lse),
@@ -406,7 +411,9 @@ def compile_heads(
         bias=everything,
         store=None,
         room=room,
-        teacher=TeacherPart(of_teacher, heads[1], lse, None if reverse else lse),
+        teacher=TeacherPart(
+            *(of_teacher, heads[1], lse, None if reverse else lse), mixture and mixture.beta
+        ),
     )
     backward(tokens, heads[0], later)
 
@@ -433,8 +440,10 @@ OTHERS = {
     "heads-int8": partial(compile_heads, torch.bfloat16, Screen(dtype="int8")),
     "heads-e4m3": partial(compile_heads, torch.bfloat16, Screen(dtype="e4m3")),
     "heads-fp32": partial(compile_heads, torch.float32),
-    "heads-reverse": partial(compile_heads, torch.bfloat16, reverse=True),
-    "heads-reverse-fp32": partial(compile_heads, torch.float32, reverse=True),
+    "heads-reverse": partial(compile_heads, torch.bfloat16, divergence="reverse_kl"),
+    "heads-reverse-fp32": partial(compile_heads, torch.float32, divergence="reverse_kl"),
+    "heads-jsd": partial(compile_heads, torch.bfloat16, divergence="jsd"),
+    "heads-jsd-fp32": partial(compile_heads, torch.float32, divergence="jsd"),
     "tiles": compile_tiles,
     "largest": compile_largest,
     "small": compile_small,

@@ -106,6 +106,7 @@ def filtered_kernel(
     stride_teacher_wv,
     teacher_scale,
     teacher_softcap,
+    beta,
     TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -126,7 +127,7 @@ def filtered_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,  # relative to the teacher, if there is one
+    HAS_ENTROPY: tl.constexpr,  # relative to the teacher, if there is one, or to the mixture
     HAS_TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
@@ -140,6 +141,7 @@ def filtered_kernel(
     TEACHER_EVEN_K: tl.constexpr,
     TEACHER_HAS_BIAS: tl.constexpr,
     TEACHER_HAS_SOFTCAP: tl.constexpr,
+    IS_JSD: tl.constexpr,  # as of `teacher_forward_kernel`
 ):
     """Computes the products of the columns that each block keeps or draws, from lists of columns.
 
@@ -155,7 +157,7 @@ def filtered_kernel(
     num_chunks = tl.load(num_chunks_ptr)
     teacher = (
         teacher_hidden_ptr, teacher_weight_ptr, teacher_bias_ptr, teacher_upstream_ptr, TEACHER_D,
-        stride_teacher_hn, stride_teacher_wv, teacher_scale, teacher_softcap,
+        stride_teacher_hn, stride_teacher_wv, teacher_scale, teacher_softcap, beta,
     )  # fmt: skip
     num_slices = tl.cdiv(D, SLICE)
     dds_slices = num_slices if HAS_GRAD_WEIGHT else 1
@@ -232,7 +234,7 @@ def filtered_kernel(
                     num_blocks, D, stride_hn, stride_wv, scale, softcap, TOKENS, SEGMENT,
                     BLOCKS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE, HAS_STORED, HAS_BIAS,
                     HAS_SOFTCAP, HAS_DRAWN, HAS_ENTROPY, HAS_TEACHER, TEACHER_EVEN_K,
-                    TEACHER_HAS_BIAS, TEACHER_HAS_SOFTCAP,
+                    TEACHER_HAS_BIAS, TEACHER_HAS_SOFTCAP, IS_JSD,
                 )  # fmt: skip
             else:
                 list_task(

@@ -13,6 +13,7 @@ from cce_dist.backends.triton.kernels.numbers import (
     scale_across,
     softcapped,
 )
+from cce_dist.backends.triton.kernels.teacher.divergence import log_mixture
 
 # A screened forward stores exp2(logit - reference + STORED_SCALE) of each entry in fp16, which has
 # more digits of a probability than bf16, down to 2^-25.
@@ -216,7 +217,7 @@ def sdd_kept_task(
     # [tasks, TOKENS] fp32: sum of drawn entries' d_logits; without the part of an entropy that is
     # not relative to a teacher: out
     drawn_sum_ptr,
-    # The teacher's hidden states, weight, bias, upstream; D, two strides, scale, softcap.
+    # The teacher's hidden states, weight, bias, upstream; D, two strides, scale, softcap, beta.
     teacher,
     num_tiles,
     num_blocks,
@@ -242,6 +243,7 @@ def sdd_kept_task(
     TEACHER_EVEN_K: tl.constexpr,
     TEACHER_HAS_BIAS: tl.constexpr,
     TEACHER_HAS_SOFTCAP: tl.constexpr,
+    IS_JSD: tl.constexpr,
 ):
     """Computes d_logits of SEGMENT entries of a token block's list of columns."""
     block, place, length, row = segment_of(
@@ -295,8 +297,11 @@ def sdd_kept_task(
     log_p = tl.where(is_target, z, of_entry) - tl.load(upstream_ptrs + 5 * N)[None, :]
     own_log_p = log_p
     if HAS_TEACHER and HAS_ENTROPY:
-        # The entropy is relative to the teacher.
-        own_log_p -= of_other.to(tl.float32)
+        # The entropy is relative to the teacher, or to a mixture with it.
+        relative_to = of_other.to(tl.float32)
+        if IS_JSD:
+            relative_to = log_mixture(tl.exp2(relative_to), tl.exp2(own_log_p), teacher[9])
+        own_log_p -= relative_to
     if HAS_DRAWN:
         log_p += log2_times[:, None]
     p = exp2_of(log_p) if WIDE else tl.exp2(log_p)

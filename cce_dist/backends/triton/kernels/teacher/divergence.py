@@ -1,19 +1,28 @@
-"""A KL of two heads: what scores a column, and, after their forward, the splits merged."""
+"""A divergence of two heads: what scores a column, and, after their forward, the splits merged."""
 
 import triton
 import triton.language as tl
 
-from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of
+from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, fast_log2
+
+# A normal number of fp32, near its smallest.
+LEAST_NORMAL = tl.constexpr(1e-37)
 
 
 @triton.jit
 def score_of(student, other, IS_REVERSE: tl.constexpr):
     """Returns by what a block keeps or draws a column: the student's mass of it and the teacher's;
-    for reverse KL the student's and the size of its log ratios' sum, log2. Masses of kept columns
+    if IS_REVERSE the student's and the size of its log ratios' sum, log2. Masses of kept columns
     are negative, and so is their score."""
     if IS_REVERSE:
         other = tl.where(student < 0, 0.0, tl.abs(other) / LOG2E)
     return student + other
+
+
+@triton.jit
+def log_mixture(p, q, beta):
+    """Returns log2(beta p + (1 - beta) q); where that is subnormal, of a number above it."""
+    return fast_log2(tl.maximum(beta * p + (1.0 - beta) * q, LEAST_NORMAL))
 
 
 @triton.jit
@@ -65,3 +74,44 @@ def divergence_kernel(
         mean = tl.where(dropped_mass > 0, of_dropped / dropped_mass, 0.0)
         tl.store(difference_ptr + tokens, (mean + teacher_lse - lse) / LOG2E, mask=tokens < N)
     tl.store(divergence_ptr + tokens, total / LOG2E, mask=tokens < N)
+
+
+@triton.jit
+def jsd_kernel(
+    count_ptr,  # [1] int32
+    shape_ptr,  # [3] int32: blocks and splits
+    teacher_ptr,  # [4, size]: see `teacher_forward_kernel`, of Jensen-Shannon
+    student_ptr,  # [4, size]
+    teacher_lse_ptr,  # [N] log2, over all columns
+    lse_ptr,  # [N]
+    out_ptr,  # [3, N] nats: these columns' part of the divergence, and of the student's mean log
+    # ratio to the mixture; `Marks.of_dropped`: out, 0 for tokens that don't count
+    N,
+    size,
+    beta,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Sums the splits, which are relative to the same references."""
+    tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    counts = tokens < tl.load(count_ptr)
+    stride = tl.load(shape_ptr) * TOKENS
+    lse = tl.load(lse_ptr + tokens, mask=counts, other=0.0)
+    teacher_lse = tl.load(teacher_lse_ptr + tokens, mask=counts, other=0.0)
+    # 0, or NaN where an lse is not finite: Hopper's kernel may clamp what follows from it.
+    mean = (lse - lse) + (teacher_lse - teacher_lse)
+    of_teacher = mean
+    of_dropped = mean
+    dropped_mass = mean
+    for split in range(tl.load(shape_ptr + 1)):
+        at = split * stride + tokens
+        of_teacher += tl.load(teacher_ptr + at + size, mask=counts, other=0.0)
+        of_dropped += tl.load(teacher_ptr + at + 3 * size, mask=counts, other=0.0)
+        dropped_mass += tl.load(student_ptr + at + 2 * size, mask=counts, other=0.0)
+        mean += tl.load(student_ptr + at + 3 * size, mask=counts, other=0.0)
+    of_dropped = tl.where(dropped_mass > 0, of_dropped / dropped_mass, 0.0)
+    inside = tokens < N
+    divergence = beta * of_teacher + (1.0 - beta) * mean
+    tl.store(out_ptr + tokens, divergence / LOG2E, mask=inside)
+    tl.store(out_ptr + N + tokens, mean / LOG2E, mask=inside)
+    tl.store(out_ptr + 2 * N + tokens, (of_dropped + lse - teacher_lse) / LOG2E, mask=inside)

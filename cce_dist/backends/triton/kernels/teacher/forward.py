@@ -24,7 +24,7 @@ from cce_dist.backends.triton.kernels.numbers import (
     softcapped,
     whole_sum,
 )
-from cce_dist.backends.triton.kernels.teacher.divergence import score_of
+from cce_dist.backends.triton.kernels.teacher.divergence import log_mixture, score_of
 
 
 @triton.jit
@@ -142,6 +142,24 @@ def raise_both(total, dropped, ref, sums, state_ptrs, teacher_ptrs, size, IS_REV
     return total, dropped, teacher_total, teacher_dropped
 
 
+@triton.jit
+def reference_of(total, state_ptrs, size):
+    """Returns log2 of a model's sum so far, not below its reference."""
+    whole = whole_sum(total) + tl.load(state_ptrs + size)
+    return tl.load(state_ptrs) + tl.maximum(tl.log2(whole), 0.0)
+
+
+@triton.jit
+def ratios_of(x, y, q, p, beta, IS_JSD: tl.constexpr):
+    """Returns the second model's exponentials p times their log ratios to the first model's, and
+    these, q; if IS_JSD both times their log ratios to the mixture."""
+    if IS_JSD:
+        log_m = log_mixture(q, p, beta)
+        return tl.where(p > 0, p * (y - log_m), 0.0), tl.where(q > 0, q * (x - log_m), 0.0)
+    else:
+        return tl.where(p > 0, p * (y - x), 0.0), q
+
+
 @triton.jit(do_not_specialize=["launch", "end_tile"])
 def teacher_forward_kernel(
     hidden,  # [N, D] packed: the tokens that count first; N a multiple of BLOCK_N below
@@ -157,10 +175,11 @@ def teacher_forward_kernel(
     lower_ptr,  # [N]
     teacher_lower_ptr,  # [N]
     # [SLOTS, 4, size]: see `forward_kernel`; its last field is that of `teacher_ptr` over the
-    # columns that are dropped, times softcap', if IS_REVERSE: out
+    # columns that are dropped, times softcap', if IS_REVERSE; if IS_JSD its second one is
+    # KL(teacher || mixture), log2: out
     state_ptr,
     teacher_ptr,  # [SLOTS, 4, size] the same of the teacher; last the sum of exp2(y - ref of y)
-    # times (y - ref of y) - (z - ref of z), log2: out
+    # times (y - ref of y) - (z - ref of z), log2; if IS_JSD times that to the mixture: out
     mass_ptr,  # [num_blocks, V]: see `store_masses`; times softcap': out
     teacher_mass_ptr,  # [num_blocks, V]: out
     # [num_blocks, V] the teacher's masses without softcap', if IS_SCREENED and HAS_SOFTCAP: out
@@ -181,6 +200,7 @@ def teacher_forward_kernel(
     teacher_scale,
     teacher_softcap,
     keep,
+    beta,  # of Jensen-Shannon
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -195,6 +215,7 @@ def teacher_forward_kernel(
     TEACHER_ACCUMULATOR: tl.constexpr,
     IS_SCREENED: tl.constexpr,
     IS_REVERSE: tl.constexpr,  # the models have changed places: the teacher comes first
+    IS_JSD: tl.constexpr,  # IS_REVERSE too; references are log-sum-exps over all ranks' columns
     IS_ROBUST: tl.constexpr,
 ):
     """Sums a block of tokens over every `splits`-th vocabulary tile, for both models.
@@ -294,9 +315,9 @@ def teacher_forward_kernel(
             y -= teacher_ref[None, :]
             q = exp2_of(x) if WIDE else tl.exp2(x)
             p = exp2_of(y) if WIDE else tl.exp2(y)
-            total += partial_sums(q, BLOCK_V, BLOCK_N)
+            ratios, of_first = ratios_of(x, y, q, p, beta, IS_JSD)
+            total += partial_sums(of_first, BLOCK_V, BLOCK_N)
             teacher_total += partial_sums(p, BLOCK_V, BLOCK_N)
-            ratios = tl.where(p > 0, p * (y - x), 0.0)
             add_to(teacher_ptrs + 3 * size, tl.sum(ratios, 0))
             if IS_SCREENED and HAS_SOFTCAP:
                 plain_ptrs = plain_mass_ptr + block.to(tl.int64) * V + columns
@@ -312,14 +333,13 @@ def teacher_forward_kernel(
             teacher_dropped += partial_sums(p * drops, BLOCK_V, BLOCK_N)
             if IS_REVERSE:
                 add_to(state_ptrs + 3 * size, tl.sum(ratios * (slope * drops), 0))
-        whole = whole_sum(total) + tl.load(state_ptrs + size)
-        teacher_whole = whole_sum(teacher_total) + tl.load(teacher_ptrs + size)
-        ref = tl.load(state_ptrs) + tl.maximum(tl.log2(whole), 0.0)
-        teacher_ref = tl.load(teacher_ptrs) + tl.maximum(tl.log2(teacher_whole), 0.0)
-        total, dropped, teacher_total, teacher_dropped = raise_both(
-            total, dropped, ref, (teacher_total, teacher_dropped, teacher_ref), state_ptrs,
-            teacher_ptrs, size, IS_REVERSE,
-        )  # fmt: skip
+        if not IS_JSD:
+            teacher_ref = reference_of(teacher_total, teacher_ptrs, size)
+            total, dropped, teacher_total, teacher_dropped = raise_both(
+                total, dropped, reference_of(total, state_ptrs, size),
+                (teacher_total, teacher_dropped, teacher_ref), state_ptrs, teacher_ptrs, size,
+                IS_REVERSE,
+            )  # fmt: skip
     add_to(state_ptrs + size, whole_sum(total))
     add_to(state_ptrs + 2 * size, whole_sum(dropped))
     add_to(teacher_ptrs + size, whole_sum(teacher_total))

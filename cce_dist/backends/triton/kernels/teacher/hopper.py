@@ -117,12 +117,14 @@ def sum_both(
     scale,
     teacher_scale,
     threshold,
+    beta,
     BLOCK_N: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     TEACHER_HAS_BIAS: gl.constexpr,
     IS_REVERSE: gl.constexpr,
+    IS_JSD: gl.constexpr,
 ):
     """Sums the group's columns of every tile, of both models."""
     # Biases may be -inf: logits of ids that a model masks.
@@ -154,10 +156,8 @@ def sum_both(
     teacher_ref = gl.convert_layout(first_teacher_ref, down)
     nothing = lane_sums(gl.zeros((BLOCK_N, ROWS), gl.float32, LAYOUT), BLOCK_N, ROWS)
     drops, factors = of_columns.index(4 * group), of_columns.index(4 * group + 1)
-    shifts = of_columns.index(4 * group + 2)
-    masses = of_columns.index(4 * group + 3)
-    factor = scale * numbers.LOG2E
-    teacher_factor = teacher_scale * numbers.LOG2E
+    shifts, masses = of_columns.index(4 * group + 2), of_columns.index(4 * group + 3)
+    factor, teacher_factor = scale * numbers.LOG2E, teacher_scale * numbers.LOG2E
     token_scale, token_shift = ref, ref
     if IS_SCREENED:
         row = block * BLOCK_N + gl.arange(0, BLOCK_N, down)
@@ -184,8 +184,9 @@ def sum_both(
             if first_column + ROWS > V:
                 x = gl.where((columns < V)[None, :], x, float("-inf"))
             waiting.store((x if HAS_MASKS else gl.maximum(x, LEAST)).to(gl.float16))
-            q = gl.exp2(x)
-            total = with_lanes(total, q, BLOCK_N, ROWS)
+            if not IS_JSD:
+                q = gl.exp2(x)
+                total = with_lanes(total, q, BLOCK_N, ROWS)
             if not IS_REVERSE:
                 mass = masses_of(q, masses, BLOCK_N, ROWS, by_column)
             at = first_column + gl.arange(0, ROWS, by_column)
@@ -221,7 +222,7 @@ def sum_both(
                         PART,
                     )  # fmt: skip
                 p_part, ratios = with_ratios(
-                    y_part, waiting.slice(i * COLUMNS, COLUMNS, 1), HAS_MASKS
+                    y_part, waiting.slice(i * COLUMNS, COLUMNS, 1), beta, HAS_MASKS, IS_JSD
                 )
                 of_ratios = with_lanes(of_ratios, ratios, BLOCK_N, COLUMNS)
                 if IS_REVERSE:
@@ -236,12 +237,13 @@ def sum_both(
             mass_ptrs = mass_ptr + at, teacher_mass_ptr + at
             keeps = store_masses(mass, teacher_mass, threshold, mass_ptrs, at < V, IS_REVERSE)
             drops.store(gl.where(keeps, 0.0, 1.0))
-            dropped, teacher_dropped = with_dropped(
-                dropped, teacher_dropped, exponentials, waiting, drops, BLOCK_N, COLUMNS, IS_REVERSE
-            )
+            total, dropped, teacher_dropped = with_dropped(
+                total, dropped, teacher_dropped, exponentials, waiting, drops, beta, BLOCK_N,
+                COLUMNS, HAS_MASKS, IS_REVERSE, IS_JSD,
+            )  # fmt: skip
         next_ref, next_teacher_ref = end_both(
             state_ptrs, teacher_ptrs, size, (total, dropped), (teacher_total, teacher_dropped),
-            of_ratios, IS_REVERSE,
+            of_ratios, IS_REVERSE, IS_JSD,
         )  # fmt: skip
         ref = gl.convert_layout(next_ref, down)
         teacher_ref = gl.convert_layout(next_teacher_ref, down)
@@ -274,13 +276,15 @@ def hopper_teacher_kernel(
     scale,
     teacher_scale,
     keep,
+    beta,
     BLOCK_N: gl.constexpr,
     ROWS: gl.constexpr,  # columns of a tile in a group
     BLOCK_D: gl.constexpr,  # of the student
     STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     TEACHER_HAS_BIAS: gl.constexpr,
-    IS_REVERSE: gl.constexpr,  # as of `teacher_forward_kernel`
+    IS_REVERSE: gl.constexpr,  # these two as of `teacher_forward_kernel`
+    IS_JSD: gl.constexpr,
 ):
     """Sums a block of tokens over every `splits`-th tile of GROUPS x ROWS columns, of both models;
     a program a block and split."""
@@ -326,8 +330,8 @@ def hopper_teacher_kernel(
                     teacher_lower_ptr, state_ptr, teacher_ptr, mass_ptr, teacher_mass_ptr,
                     waiting.index(0), of_columns, tiles, teacher_tiles, full, empty,
                     block, split, splits, num_turns, start_turn, stop_turn, launch, num_blocks,
-                    count, size, N, V, D, D_TEACHER, scale, teacher_scale, threshold, BLOCK_N,
-                    ROWS, STAGES, HAS_BIAS, TEACHER_HAS_BIAS, IS_REVERSE,
+                    count, size, N, V, D, D_TEACHER, scale, teacher_scale, threshold, beta, BLOCK_N,
+                    ROWS, STAGES, HAS_BIAS, TEACHER_HAS_BIAS, IS_REVERSE, IS_JSD,
                 ),
             ),
             (
@@ -337,8 +341,8 @@ def hopper_teacher_kernel(
                     teacher_lower_ptr, state_ptr, teacher_ptr, mass_ptr, teacher_mass_ptr,
                     waiting.index(1), of_columns, tiles, teacher_tiles, full, empty,
                     block, split, splits, num_turns, start_turn, stop_turn, launch, num_blocks,
-                    count, size, N, V, D, D_TEACHER, scale, teacher_scale, threshold, BLOCK_N,
-                    ROWS, STAGES, HAS_BIAS, TEACHER_HAS_BIAS, IS_REVERSE,
+                    count, size, N, V, D, D_TEACHER, scale, teacher_scale, threshold, beta, BLOCK_N,
+                    ROWS, STAGES, HAS_BIAS, TEACHER_HAS_BIAS, IS_REVERSE, IS_JSD,
                 ),
             ),
             (

@@ -12,9 +12,8 @@ from cce_dist.backends.triton.kernels.teacher import divergence
 exp2_of = gluon.jit(numbers.exp2_of.fn)
 fast_log2 = gluon.jit(numbers.fast_log2.fn)
 score_of = gluon.jit(divergence.score_of.fn)
+log_mixture = gluon.jit(divergence.log_mixture.fn)
 
-# A normal number of fp32, near its smallest.
-LEAST_NORMAL = gl.constexpr(1e-37)
 # Parts of a tile's columns.
 PARTS = gl.constexpr(4)
 
@@ -164,27 +163,51 @@ def end_ratios(ptrs, of_ratios, whole, gain, teacher_gain):
 
 
 @gluon.jit
-def end_both(
-    state_ptrs, teacher_ptrs, size, sums, teacher_sums, of_ratios, IS_REVERSE: gl.constexpr
-):
-    """Adds a stretch's sums to both models' states. Args: sums: if IS_REVERSE the second one is of
-    the log ratios of dropped columns. Returns their new references."""
-    dropped = sums[1] * 0.0 if IS_REVERSE else sums[1]
-    ref, gain, _, _ = end_model(state_ptrs, size, sums[0], dropped)
-    teacher_ref, teacher_gain, whole, of_dropped = end_model(
-        teacher_ptrs, size, teacher_sums[0], teacher_sums[1]
-    )
-    end_ratios(teacher_ptrs + 3 * size, of_ratios, whole, gain, teacher_gain)
-    if IS_REVERSE:
-        end_ratios(state_ptrs + 3 * size, sums[1], of_dropped, gain, teacher_gain)
-    return ref, teacher_ref
+def add_to(ptrs, sums):
+    """Adds `lane_sums` to a sum at `ptrs`."""
+    gl.store(ptrs, gl.load(ptrs) + gl.convert_layout(gl.sum(sums, 1), ptrs.type.layout))
 
 
 @gluon.jit
-def with_ratios(y, waiting, HAS_MASKS: gl.constexpr):
+def end_both(
+    state_ptrs,
+    teacher_ptrs,
+    size,
+    sums,
+    teacher_sums,
+    of_ratios,
+    IS_REVERSE: gl.constexpr,
+    IS_JSD: gl.constexpr,
+):
+    """Adds a stretch's sums to both models' states. Args: sums: if IS_REVERSE the second one is of
+    the log ratios of dropped columns. Returns their new references."""
+    if IS_JSD:
+        add_to(state_ptrs + size, sums[0])
+        add_to(state_ptrs + 3 * size, sums[1])
+        add_to(teacher_ptrs + size, teacher_sums[0])
+        add_to(teacher_ptrs + 2 * size, teacher_sums[1])
+        add_to(teacher_ptrs + 3 * size, of_ratios)
+        return gl.load(state_ptrs), gl.load(teacher_ptrs)
+    else:
+        dropped = sums[1] * 0.0 if IS_REVERSE else sums[1]
+        ref, gain, _, _ = end_model(state_ptrs, size, sums[0], dropped)
+        teacher_ref, teacher_gain, whole, of_dropped = end_model(
+            teacher_ptrs, size, teacher_sums[0], teacher_sums[1]
+        )
+        end_ratios(teacher_ptrs + 3 * size, of_ratios, whole, gain, teacher_gain)
+        if IS_REVERSE:
+            end_ratios(state_ptrs + 3 * size, sums[1], of_dropped, gain, teacher_gain)
+        return ref, teacher_ref
+
+
+@gluon.jit
+def with_ratios(y, waiting, beta, HAS_MASKS: gl.constexpr, IS_JSD: gl.constexpr):
     """Returns exp2(y), and its product with the log ratio. Args: waiting: the student's logits."""
     p = gl.exp2(y)
-    ratios = p * (y - waiting.load(y.type.layout).to(gl.float32))
+    x = waiting.load(y.type.layout).to(gl.float32)
+    if IS_JSD:
+        x = log_mixture(gl.exp2(x), p, beta)
+    ratios = p * (y - x)
     if HAS_MASKS:
         # 0 times -inf would be NaN.
         ratios = gl.where(p > 0, ratios, 0.0)
@@ -193,17 +216,22 @@ def with_ratios(y, waiting, HAS_MASKS: gl.constexpr):
 
 @gluon.jit
 def with_dropped(
+    total,
     dropped,
     teacher_dropped,
     exponentials,  # the teacher's, a part each
     waiting,  # the student's logits
     drops,  # 1 of a column that is not kept, else 0
+    beta,
     TOKENS: gl.constexpr,
     COLUMNS: gl.constexpr,
+    HAS_MASKS: gl.constexpr,
     IS_REVERSE: gl.constexpr,
+    IS_JSD: gl.constexpr,
 ):
     """Adds the dropped columns of a tile to both models' sums; if IS_REVERSE their log ratios to
-    the first one."""
+    the first one. If IS_JSD adds the first model's KL to the mixture, of all columns, to `total`.
+    """
     layout: gl.constexpr = exponentials[0].type.layout
     across: gl.constexpr = gl.SliceLayout(0, layout)
     for i in gl.static_range(PARTS):
@@ -211,10 +239,20 @@ def with_dropped(
         x = waiting.slice(i * COLUMNS, COLUMNS, 1).load(layout).to(gl.float32)
         p = exponentials[i] * are_dropped
         if IS_REVERSE:
+            if IS_JSD:
+                q = gl.exp2(x)
+                log_m = log_mixture(q, exponentials[i], beta)
+                of_other = q * (x - log_m)
+                if HAS_MASKS:
+                    of_other = gl.where(q > 0, of_other, 0.0)
+                total = with_lanes(total, of_other, TOKENS, COLUMNS)
+                x = log_m
             # The log of a subnormal number would be -inf.
-            ratios = gl.where(p > LEAST_NORMAL, p * (fast_log2(exponentials[i]) - x), 0.0)
+            ratios = gl.where(
+                p > divergence.LEAST_NORMAL, p * (fast_log2(exponentials[i]) - x), 0.0
+            )
             dropped = with_lanes(dropped, ratios, TOKENS, COLUMNS)
         else:
             dropped = with_lanes(dropped, gl.exp2(x) * are_dropped, TOKENS, COLUMNS)
         teacher_dropped = with_lanes(teacher_dropped, p, TOKENS, COLUMNS)
-    return dropped, teacher_dropped
+    return total, dropped, teacher_dropped
