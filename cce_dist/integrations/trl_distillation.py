@@ -152,7 +152,7 @@ class Distillation:
     ) -> tuple[Tensor, Tensor]:
         """Computes each token's divergence and the student's entropy, fp32 [N], as TRL's function
         does. The entropy, which TRL logs, has no gradient and takes a forward of its own."""
-        reason = self._why_not(student_weight, teacher_weight, beta)
+        reason = self._why_not(student_weight, teacher_weight)
         if reason is not None:
             self._keeps("DistillationTrainer", reason)
         if reason is not None or not self.is_on:
@@ -198,16 +198,10 @@ class Distillation:
             )
         return divergence.float(), output.entropy.float()
 
-    def _why_not(self, student: Tensor, teacher: Tensor, beta: float) -> str | None:
+    def _why_not(self, student: Tensor, teacher: Tensor) -> str | None:
         """Says why TRL's own function is to be taken; None: it is not."""
         if hasattr(student, "ds_id") or hasattr(teacher, "ds_id"):
             return "DeepSpeed's ZeRO-3 has split its models' heads"
-        chosen = self.options.gradient != "filtered" or self.options.backend == "torch"
-        if student.is_cuda and beta not in (0, 1) and not chosen:
-            return (
-                f"cce_dist computes beta=0 and 1 in one pass, got beta={beta}, for which TRL's "
-                "kernels make no logits either; apply(gradient='exact') takes cce_dist's"
-            )
         return None
 
     # -- GKDTrainer --------------------------------------------------------------------------------

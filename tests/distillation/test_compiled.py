@@ -73,7 +73,7 @@ def test_eager_torch(divergence: str, call: str) -> None:
         if dtype in place.dtypes
     ],
 )
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_kernels(divergence: str, place: Place, dtype: str, call: str) -> None:
     options = {**place.options, **CALLS[call], "divergence": divergence}
     check_compiled(Both.make(DTYPES[dtype], place.device), **options)

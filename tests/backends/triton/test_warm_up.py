@@ -318,6 +318,8 @@ def run(name: str, tokens: int) -> None:
             options["alpha"] = 0.3
         if "reverse KL" in name:
             options["divergence"] = "reverse_kl"
+        if "Jensen-Shannon" in name:
+            options["divergence"] = "jsd"
         loss = linear_distillation(hidden, weight, *teacher, targets, **options)
     loss.backward()
 
@@ -328,7 +330,7 @@ def run(name: str, tokens: int) -> None:
     "name",
     [
         *("loss", "exact", "distillation", "with cross-entropy", "screened teacher", "reverse KL"),
-        "reverse KL and cross-entropy",
+        *("reverse KL and cross-entropy", "Jensen-Shannon", "Jensen-Shannon and cross-entropy"),
     ],
 )
 def test_no_kernel_is_compiled_later(

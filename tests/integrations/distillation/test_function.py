@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,18 +169,3 @@ def test_function_of_split_heads_stays(lines: list[str]) -> None:
     assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
     (line,) = lines
     assert line.startswith("DistillationTrainer keeps TRL's own loss: DeepSpeed's ZeRO-3")
-
-
-@pytest.mark.parametrize(
-    ("options", "beta", "keeps"),
-    [({}, 0.0, False), ({}, 1.0, False), ({}, 0.5, True), ({"gradient": "exact"}, 0.5, False)],
-)
-def test_trl_keeps_its_kernels_where_ours_has_none(
-    options: dict[str, str], beta: float, keeps: bool
-) -> None:
-    """On a GPU, which a stand-in has to do for here."""
-    distillation = Distillation(LossOptions(**options), "1.16")  # pyright: ignore
-    weight: Any = SimpleNamespace(is_cuda=True)
-    reason = distillation._why_not(weight, weight, beta)
-    assert (reason is not None) is keeps
-    assert reason is None or f"beta=0 and 1 in one pass, got beta={beta}" in reason

@@ -36,7 +36,7 @@ TENSOR = 512
 # A6000, L4 and L40S, A100: what GPUs of a generation have in common is compiled for the first.
 JOBS = (
     *(
-        "100:bf16,everything,exact,e4m3,small,pairs,segments,heads,heads-e4m3,tiles",
+        "100:bf16,everything,exact,e4m3,small,pairs,segments,heads,heads-e4m3,heads-jsd,tiles",
         "120:bf16,exact,fp32-exact",
     ),
     *(

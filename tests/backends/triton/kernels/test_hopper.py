@@ -50,6 +50,7 @@ KINDS = {
     "bf16 of two heads": (gl.bfloat16, True, False),
     "bf16 of two heads with biases": (gl.bfloat16, True, True),
     "bf16 of two heads, one in i8": (gl.bfloat16, True, True),
+    "bf16 of two heads, and of their mixture": (gl.bfloat16, True, True),
 }
 for kind, (dtype, score, softcap) in KINDS.items():
     if kind.split()[0] != sys.argv[1]:
@@ -71,7 +72,8 @@ for kind, (dtype, score, softcap) in KINDS.items():
     kernel = hopper_logits_kernel if "kept" in kind else hopper_forward_kernel
     if "heads" in kind:
         kernel = hopper_teacher_kernel
-        constants |= {"STAGES": 3, "TEACHER_HAS_BIAS": softcap, "IS_REVERSE": "reverse" in kind}
+        constants |= {"STAGES": 3, "TEACHER_HAS_BIAS": softcap}
+        constants |= dict.fromkeys(("IS_REVERSE", "IS_JSD"), "mixture" in kind)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {}
     for name in kernel.arg_names:
@@ -84,7 +86,7 @@ for kind, (dtype, score, softcap) in KINDS.items():
         elif name.endswith("_ptr"):
             signature[name] = "*" + TYPES[name.removesuffix("_ptr")]
         else:
-            numbers = ("scale", "teacher_scale", "softcap", "keep")
+            numbers = ("scale", "teacher_scale", "softcap", "keep", "beta")
             signature[name] = "fp32" if name in numbers else "i32"
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, signature, places)

@@ -13,7 +13,7 @@ from cce_dist.backends.triton.launch.steps import Recording
 from cce_dist.testing import Place
 
 # A loss is a forward and a backward. Ways that are recorded by parts pick their tokens apart.
-PLAYED = {"distillation": 3, "reverse KL": 3}
+PLAYED = {"distillation": 3, "reverse KL": 3, "Jensen-Shannon": 4}
 FILTER = Filter(keep=0.01)
 # Two blocks of tokens, and three tiles of columns, neither of them whole.
 TOKENS, COLUMNS = 140, 300
@@ -33,6 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "screened": {"logits": "screened", "filter": FILTER, "stats": ("entropy", "correct")},
     "distillation": {"teacher": True, "filter": FILTER, "bias": True, "alpha": 0.2},
     "reverse KL": {"teacher": True, "filter": FILTER, "divergence": "reverse_kl"},
+    "Jensen-Shannon": {"teacher": True, "filter": FILTER, "divergence": "jsd", "alpha": 0.2},
 }
 
 

@@ -138,7 +138,7 @@ def sum_both(
     down: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     # A column a thread: of p a thread has a quarter of the tile's columns, too many for pointers.
     by_column: gl.constexpr = by_token
-    COLUMNS: gl.constexpr = ROWS // PARTS
+    COLUMNS: gl.constexpr = ROWS // (2 * PARTS if IS_JSD else PARTS)
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
     token = block * BLOCK_N + gl.arange(0, BLOCK_N, by_token)
@@ -211,9 +211,9 @@ def sum_both(
                 if first_column + ROWS > V:
                     y = gl.where((columns < V)[None, :], y, numbers.LOWEST)
             # A thread has registers for some columns of both models at a time.
-            parts = split_tokens(y, BLOCK_N, ROWS, PARTS)
+            parts = split_tokens(y, BLOCK_N, ROWS, ROWS // COLUMNS)
             exponentials = ()
-            for i in gl.static_range(PARTS):
+            for i in gl.static_range(ROWS // COLUMNS):
                 y_part = gl.convert_layout(parts[i], PART, assert_trivial=True)
                 if IS_SCREENED:
                     y_part = logits_of_8_bits(
@@ -221,14 +221,15 @@ def sum_both(
                         shifts.slice(i * COLUMNS, COLUMNS), token_scale, token_shift - teacher_ref,
                         PART,
                     )  # fmt: skip
-                p_part, ratios = with_ratios(
-                    y_part, waiting.slice(i * COLUMNS, COLUMNS, 1), beta, HAS_MASKS, IS_JSD
-                )
+                p_part, ratios, total = with_ratios(
+                    total, y_part, waiting.slice(i * COLUMNS, COLUMNS, 1), beta, BLOCK_N, COLUMNS,
+                    HAS_MASKS, IS_REVERSE, IS_JSD,
+                )  # fmt: skip
                 of_ratios = with_lanes(of_ratios, ratios, BLOCK_N, COLUMNS)
                 if IS_REVERSE:
                     sum_tokens(ratios, masses.slice(i * COLUMNS, COLUMNS), BLOCK_N, COLUMNS, 1)
                 exponentials = exponentials + (p_part,)  # noqa: RUF005
-            p = join_tokens(exponentials, 0, BLOCK_N, ROWS, PARTS)
+            p = join_tokens(exponentials, 0, BLOCK_N, ROWS, ROWS // COLUMNS)
             p = gl.convert_layout(p, LAYOUT, assert_trivial=True)
             teacher_total = with_lanes(teacher_total, p, BLOCK_N, ROWS)
             if IS_REVERSE:
@@ -237,10 +238,9 @@ def sum_both(
             mass_ptrs = mass_ptr + at, teacher_mass_ptr + at
             keeps = store_masses(mass, teacher_mass, threshold, mass_ptrs, at < V, IS_REVERSE)
             drops.store(gl.where(keeps, 0.0, 1.0))
-            total, dropped, teacher_dropped = with_dropped(
-                total, dropped, teacher_dropped, exponentials, waiting, drops, beta, BLOCK_N,
-                COLUMNS, HAS_MASKS, IS_REVERSE, IS_JSD,
-            )  # fmt: skip
+            dropped, teacher_dropped = with_dropped(
+                dropped, teacher_dropped, exponentials, waiting, drops, BLOCK_N, COLUMNS, IS_REVERSE
+            )
         next_ref, next_teacher_ref = end_both(
             state_ptrs, teacher_ptrs, size, (total, dropped), (teacher_total, teacher_dropped),
             of_ratios, IS_REVERSE, IS_JSD,

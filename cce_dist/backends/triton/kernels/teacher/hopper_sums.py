@@ -10,11 +10,10 @@ from cce_dist.backends.triton.kernels.forward.hopper_sums import split_tokens
 from cce_dist.backends.triton.kernels.teacher import divergence
 
 exp2_of = gluon.jit(numbers.exp2_of.fn)
-fast_log2 = gluon.jit(numbers.fast_log2.fn)
 score_of = gluon.jit(divergence.score_of.fn)
 log_mixture = gluon.jit(divergence.log_mixture.fn)
 
-# Parts of a tile's columns.
+# Parts of a tile's columns; twice as many where a column takes registers for a mixture too.
 PARTS = gl.constexpr(4)
 
 
@@ -201,27 +200,10 @@ def end_both(
 
 
 @gluon.jit
-def with_ratios(y, waiting, beta, HAS_MASKS: gl.constexpr, IS_JSD: gl.constexpr):
-    """Returns exp2(y), and its product with the log ratio. Args: waiting: the student's logits."""
-    p = gl.exp2(y)
-    x = waiting.load(y.type.layout).to(gl.float32)
-    if IS_JSD:
-        x = log_mixture(gl.exp2(x), p, beta)
-    ratios = p * (y - x)
-    if HAS_MASKS:
-        # 0 times -inf would be NaN.
-        ratios = gl.where(p > 0, ratios, 0.0)
-    return p, ratios
-
-
-@gluon.jit
-def with_dropped(
+def with_ratios(
     total,
-    dropped,
-    teacher_dropped,
-    exponentials,  # the teacher's, a part each
-    waiting,  # the student's logits
-    drops,  # 1 of a column that is not kept, else 0
+    y,
+    waiting,  # the first model's logits; if IS_REVERSE the log ratios then take their place
     beta,
     TOKENS: gl.constexpr,
     COLUMNS: gl.constexpr,
@@ -229,30 +211,50 @@ def with_dropped(
     IS_REVERSE: gl.constexpr,
     IS_JSD: gl.constexpr,
 ):
+    """Returns exp2(y), its product with the log ratio, and `total`; if IS_JSD the ratio is to the
+    mixture, and the first model's exponentials times their own ratio are added to `total`."""
+    p = gl.exp2(y)
+    x = waiting.load(y.type.layout).to(gl.float32)
+    if IS_JSD:
+        q = gl.exp2(x)
+        log_m = log_mixture(q, p, beta)
+        of_first = q * (x - log_m)
+        if HAS_MASKS:
+            of_first = gl.where(q > 0, of_first, 0.0)
+        total = with_lanes(total, of_first, TOKENS, COLUMNS)
+        x = log_m
+    ratio = y - x
+    if HAS_MASKS:
+        # 0 times -inf would be NaN.
+        ratio = gl.where(p > 0, ratio, 0.0)
+    if IS_REVERSE:
+        waiting.store(ratio.to(gl.float16))
+    return p, p * ratio, total
+
+
+@gluon.jit
+def with_dropped(
+    dropped,
+    teacher_dropped,
+    exponentials,  # the teacher's, a part each
+    waiting,  # the student's logits; if IS_REVERSE the log ratios
+    drops,  # 1 of a column that is not kept, else 0
+    TOKENS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    IS_REVERSE: gl.constexpr,
+):
     """Adds the dropped columns of a tile to both models' sums; if IS_REVERSE their log ratios to
-    the first one. If IS_JSD adds the first model's KL to the mixture, of all columns, to `total`.
-    """
+    the first one."""
     layout: gl.constexpr = exponentials[0].type.layout
     across: gl.constexpr = gl.SliceLayout(0, layout)
-    for i in gl.static_range(PARTS):
+    for i in gl.static_range(len(exponentials)):
         are_dropped = drops.slice(i * COLUMNS, COLUMNS).load(across)[None, :]
         x = waiting.slice(i * COLUMNS, COLUMNS, 1).load(layout).to(gl.float32)
         p = exponentials[i] * are_dropped
         if IS_REVERSE:
-            if IS_JSD:
-                q = gl.exp2(x)
-                log_m = log_mixture(q, exponentials[i], beta)
-                of_other = q * (x - log_m)
-                if HAS_MASKS:
-                    of_other = gl.where(q > 0, of_other, 0.0)
-                total = with_lanes(total, of_other, TOKENS, COLUMNS)
-                x = log_m
-            # The log of a subnormal number would be -inf.
-            ratios = gl.where(
-                p > divergence.LEAST_NORMAL, p * (fast_log2(exponentials[i]) - x), 0.0
-            )
-            dropped = with_lanes(dropped, ratios, TOKENS, COLUMNS)
+            # A log ratio may be infinite, of a column that is kept.
+            dropped = with_lanes(dropped, gl.where(p > 0, p * x, 0.0), TOKENS, COLUMNS)
         else:
             dropped = with_lanes(dropped, gl.exp2(x) * are_dropped, TOKENS, COLUMNS)
         teacher_dropped = with_lanes(teacher_dropped, p, TOKENS, COLUMNS)
-    return total, dropped, teacher_dropped
+    return dropped, teacher_dropped
