@@ -102,9 +102,9 @@ def linear_distillation(
         (1 - alpha) D(p, q) + alpha nll,        nll of the target, at temperature 1
 
     without a factor temperature^2. Gradients are by hidden, weight and bias. On a GPU Triton
-    kernels compute both KLs with filtered gradients in one pass. All else goes tile by tile, with
-    gradients of every column: products by torch, the rest by kernels or, elsewhere than on a GPU
-    and for float64, by eager torch. docs/design/distillation.md.
+    kernels compute both KLs in one pass and "jsd" in two, with filtered gradients. All else goes
+    tile by tile, with gradients of every column: products by torch, the rest by kernels or,
+    elsewhere than on a GPU and for float64, by eager torch. docs/design/distillation.md.
 
     Args:
         teacher_hidden: of the same tokens; D and dtype may differ from hidden's.
@@ -118,9 +118,10 @@ def linear_distillation(
         alpha: share of the target's cross-entropy, in [0, 1].
         stats: "divergence", "nll" and "screened"; nll needs alpha > 0.
         gradient: "filtered" lets the kernels replace columns where both models have little mass by
-            the product of their marginals; "exact" computes every column.
+            the product of their marginals, but not for "tvd"; "exact" computes every column.
         filter: `Filter` of both models' mass, without `eps`: of their sum; for reverse KL of the
-            student's plus the size of the sum over the block of q log(q / p).
+            student's plus the size of the sum over the block of q log(q / p), for "jsd" of
+            q log(q / m).
         logits: "screened" lets the kernels compute the teacher's logits in 8 bits, and those of
             columns of much mass exactly; for forward KL with filtered gradients, of a teacher in
             bf16 or fp16. Logits are full without kernels, where 8 bits would err too much, and
@@ -140,13 +141,13 @@ def linear_distillation(
             that require grad.
     DTensors: as in `linear_cross_entropy`; the teacher's lie as the student's do.
     Collectives on `group`: forward one all-gather of 12 N + 36 bytes (20 N + 36 with alpha), and
-        one of 8 N for "jsd" and "tvd"; kernels eight of 4 N before it. Backward those of
+        one of 8 N for "jsd" and "tvd"; for KLs kernels eight of 4 N before it. Backward those of
         `linear_cross_entropy`. With alpha and a temperature that is not 1 kernels also take those
         of `linear_cross_entropy` for the nll. With sequence_parallel all-gathers of both hidden
         states in forward and backward.
-    Errors: on Hopper, in 16 bits and without softcaps, a token's KL is off by some 1e-4 nats, and
-        may be below 0 between nearly equal models; gradients do not depend on it. With screened
-        logits it is off by some 1e-3 nats, and gradients err by some 2e-3 to 5e-3 more.
+    Errors: on Hopper, in 16 bits and without softcaps, a token's KL is off by some 1e-4 nats, "jsd"
+        by 2e-5, and may be below 0 between nearly equal models; gradients do not depend on it. With
+        screened logits it is off by some 1e-3 nats, and gradients err by some 2e-3 to 5e-3 more.
     Determinism: the loss is bitwise equal on all ranks and from run to run.
     """
     objective = objective_of(divergence, beta, temperature, alpha)
