@@ -47,7 +47,7 @@ class Marks:
     kept: Tensor  # [V_local, ceil(num_blocks / 64)] int64: bit n: block n keeps the column
     drawn: Tensor  # the same bits: the column stands in for others in block n's hidden gradient
     # [groups, V_local] mass of the column in the group's blocks that drop it; the teacher's follow,
-    # or, of reverse KL, the sum of the probabilities times their log ratios to the teacher's
+    # or, of reverse KL and Jensen-Shannon, the sum of the probabilities times their log ratios
     share: Tensor
     # [N], in the caller's order: log of the sum over columns not kept of exp(z) softcap'(z).
     log_dropped: Tensor
@@ -57,7 +57,9 @@ class Marks:
     blocks_per_group: int
     blocks_padded: int  # a power of two above num_blocks
     # [N] `log_dropped` of a teacher's logits; of reverse KL, how far the student's logits are above
-    # them in the mean over the columns not kept, weighed by exp(z) softcap'(z), in nats
+    # them in the mean over the columns not kept, weighed by exp(z) softcap'(z), in nats; of
+    # Jensen-Shannon such a mean of the log ratios to the mixture, plus the student's lse less the
+    # teacher's
     of_dropped: Tensor | None = None
 
     def room(self, workspace_bytes: int, num_blocks: int) -> int:
@@ -119,8 +121,8 @@ def marks_of(
 
     Args:
         looseness: how many times too large masses are, which would draw as many columns more.
-        teacher: the same of a teacher, whose columns are kept with these, or of reverse KL sums of
-            log ratios. Its shares follow those of `mass` in `share`.
+        teacher: the same of a teacher, whose columns are kept with these; of reverse KL and
+            Jensen-Shannon sums of log ratios. Its shares follow those of `mass` in `share`.
         reverse: as of `ForwardRequest`.
     """
     num_blocks, num_columns = mass.shape
