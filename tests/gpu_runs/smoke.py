@@ -176,7 +176,7 @@ _LAUNCHES: dict[str, tuple[str, ...]] = {
         *("hopper_forward_kernel", "hopper_logits_kernel"),
     ),
     "distillation/test_by_kernels.py::test_filtered_is_no_worse_than_dense_16_bit": (
-        *("hopper_teacher_kernel", "divergence_kernel"),
+        *("hopper_teacher_kernel", "divergence_kernel", "jsd_kernel"),
     ),
     "distillation/test_by_kernels.py::test_values_and_gradients_are_those_of_dense_logits": (
         "teacher_forward_kernel",
