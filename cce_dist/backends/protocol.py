@@ -266,7 +266,7 @@ class Backend(Protocol):
 
     @property
     def forward_of_heads(self) -> ForwardOfHeads | None:
-        """`forward` of a student's and a teacher's logits, and a KL of them, in one pass; None:
+        """`forward` of a student's and a teacher's logits, and a divergence, in one pass; None:
         there is none, and `BackwardRequest.teacher` is not read. The masses of both score a column
         by `request.filter`. `request.screen` is of the teacher's logits alone, for the KL that is
         not reverse. Both exchange their bounds, the student first; with `request.mixture` none."""

@@ -187,6 +187,22 @@ def test_launches_and_overflow(monkeypatch: pytest.MonkeyPatch, programs: int, k
 
 
 @KLS
+@pytest.mark.parametrize("height", [80.0, 84.0, 87.0, 89.0, 95.0])
+def test_log_ratios_overflow_before_their_weights(height: float, kl: str) -> None:
+    """One logit lies so far above the first reference that exponentials, or their log ratios'
+    products alone, overflow."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = torch.zeros(1, 16), 0.1 * torch.randn(300, 16, generator=generator)
+    hidden[0, 0], weight[5, 0] = height, 1.0
+    others = tuple(torch.randn(n, 16, generator=generator) for n in (1, 300))
+    for heads in ((hidden, weight, *others), (*others, hidden, weight)):
+        call = {"divergence": kl, "filter": EVERY, "backend": "triton"}
+        found = linear_distillation(*heads, **call)  # pyright: ignore
+        z, y = (e.double() @ c.double().T for e, c in (heads[:2], heads[2:]))
+        assert error(found, divergence_reference(z, y, kl).mean()) < 1e-5  # pyright: ignore
+
+
+@KLS
 @pytest.mark.parametrize("count", [0, 1, 128, 129])
 def test_tokens_that_count(count: int, kl: str) -> None:
     both = Both.make(torch.float32)

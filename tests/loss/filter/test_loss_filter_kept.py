@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cce_dist import Filter
+from cce_dist import Filter, LossOutput, linear_cross_entropy
 from cce_dist.testing import (
     TRITON_PLACES,
     Case,
@@ -296,3 +296,19 @@ def test_a_flat_softmax_keeps_what_reaches_the_threshold(
     masses = (hidden[:BLOCK].double() @ weight.double().T).softmax(-1).sum(0)
     reach = float((masses * (masses >= keep)).sum()) / BLOCK
     assert reach - 0.02 < kept < reach + 0.15
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, entropy=(False, True)))
+def test_a_dropped_mass_that_is_subnormal(place: Place, entropy: bool) -> None:
+    """1 over it is infinite in fp32."""
+    hidden, weight = torch.zeros(130, 16), torch.zeros(300, 16)
+    hidden[:, 0], weight[0, 0] = 100.0, 1.0
+    hidden[:, 1], weight[:, 1] = 1.0, torch.linspace(0, 1, 300)
+    inputs = Inputs(hidden, weight, torch.zeros(130, dtype=torch.int64))
+    case = Case(inputs, {"stats": ("entropy",), "filter": Filter(keep=1e-30)}).at(place)
+    leaves = [x.requires_grad_() for x in (case.inputs.hidden, case.inputs.weight)]
+    output = linear_cross_entropy(*leaves, case.inputs.targets, **case.options)
+    assert isinstance(output, LossOutput) and output.entropy is not None
+    loss = output.loss + output.entropy.sum() if entropy else output.loss
+    for grad in torch.autograd.grad(loss, leaves):
+        assert grad.isfinite().all()

@@ -11,6 +11,8 @@ IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 LOG2E = tl.constexpr(1.4426950408889634)
 # The lower bound of an empty sum: finite, so that the difference of two is not NaN.
 LOWEST = tl.constexpr(-1e30)
+# A normal number of fp32, near its smallest.
+LEAST_NORMAL = tl.constexpr(1e-37)
 # The reference of a token that doesn't count: every exp2(logit - reference) is 0.
 HIGHEST = tl.constexpr(1e30)
 

@@ -127,7 +127,7 @@ def filtered_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DRAWN: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,  # relative to the teacher, if there is one, or to the mixture
+    HAS_ENTROPY: tl.constexpr,  # relative to the teacher, if there is one; see IS_JSD
     HAS_TAIL: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
@@ -141,7 +141,7 @@ def filtered_kernel(
     TEACHER_EVEN_K: tl.constexpr,
     TEACHER_HAS_BIAS: tl.constexpr,
     TEACHER_HAS_SOFTCAP: tl.constexpr,
-    IS_JSD: tl.constexpr,  # as of `teacher_forward_kernel`
+    IS_JSD: tl.constexpr,  # the entropy is relative to a mixture, with beta of the teacher
 ):
     """Computes the products of the columns that each block keeps or draws, from lists of columns.
 

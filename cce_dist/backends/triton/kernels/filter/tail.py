@@ -7,7 +7,7 @@ group, whose share of every column is its class weight. docs/design/tail.md#the-
 import triton
 import triton.language as tl
 
-from cce_dist.backends.triton.kernels.numbers import LOG2E
+from cce_dist.backends.triton.kernels.numbers import LEAST_NORMAL, LOG2E
 
 
 @triton.jit
@@ -140,9 +140,10 @@ def merge_centroids_kernel(
         at = split * GROUPS + group
         seen += tl.load(seen_ptr + at)
         acc += tl.load(part_ptr + at * D + dims, mask=dims < D, other=0.0)
-    # A group that drops nothing has no tail. The mean's group is a sum, not an average.
-    inverse = tl.where(group < groups, tl.where(total > 0, 1.0 / total, 0.0), 1.0)
-    share = tl.where(group < groups, tl.where(seen > 0, 1.0 / seen, 0.0), 1.0)
+    # A group that drops nothing has no tail; of a subnormal mass 1 over it may be infinite. The
+    # mean's group is a sum, not an average.
+    inverse = tl.where(group < groups, tl.where(total > LEAST_NORMAL, 1.0 / total, 0.0), 1.0)
+    share = tl.where(group < groups, tl.where(seen > LEAST_NORMAL, 1.0 / seen, 0.0), 1.0)
     tl.store(centroid_ptr + group * D + dims, acc * share, mask=dims < D)
     tl.store(inverse_ptr + group, inverse)
 
@@ -257,10 +258,10 @@ def entropy_tail_kernel(
         else:
             weighted += share * tl.log2(tl.where(share > 0, share, 1.0))
     mass = tl.sum(total, 0)
-    mean = tl.where(mass > 0, tl.sum(weighted, 0) / mass, 0.0)
+    mean = tl.where(mass > LEAST_NORMAL, tl.sum(weighted, 0) / mass, 0.0)
     if not HAS_TEACHER:
         # The shares are not normalised: s_v is a share over their sum.
-        mean = tl.where(mass > 0, mean - tl.log2(mass), 0.0) / LOG2E
+        mean = tl.where(mass > LEAST_NORMAL, mean - tl.log2(mass), 0.0) / LOG2E
     for start in range(0, tokens_per_group, BLOCK_N):
         token = group * tokens_per_group + start + tl.arange(0, BLOCK_N)
         inside = token < num_tokens

@@ -3,10 +3,7 @@
 import triton
 import triton.language as tl
 
-from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, fast_log2
-
-# A normal number of fp32, near its smallest.
-LEAST_NORMAL = tl.constexpr(1e-37)
+from cce_dist.backends.triton.kernels.numbers import LEAST_NORMAL, LOG2E, exp2_of, fast_log2
 
 
 @triton.jit

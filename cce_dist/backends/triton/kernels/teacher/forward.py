@@ -143,6 +143,17 @@ def raise_both(total, dropped, ref, sums, state_ptrs, teacher_ptrs, size, IS_REV
 
 
 @triton.jit
+def has_overflowed(state_ptrs, teacher_ptrs, size, IS_REVERSE: tl.constexpr):
+    """Tells of which tokens a sum of exponentials or of log ratios has overflowed: the latter do
+    where the sum that weighs them is a hundredth of the largest number."""
+    failed = overflowed(tl.load(state_ptrs + size)) | overflowed(tl.load(teacher_ptrs + size))
+    failed = failed | overflowed(tl.abs(tl.load(teacher_ptrs + 3 * size)))
+    if IS_REVERSE:
+        failed = failed | overflowed(tl.abs(tl.load(state_ptrs + 3 * size)))
+    return failed
+
+
+@triton.jit
 def reference_of(total, state_ptrs, size):
     """Returns log2 of a model's sum so far, not below its reference."""
     whole = whole_sum(total) + tl.load(state_ptrs + size)
@@ -175,8 +186,8 @@ def teacher_forward_kernel(
     lower_ptr,  # [N]
     teacher_lower_ptr,  # [N]
     # [SLOTS, 4, size]: see `forward_kernel`; its last field is that of `teacher_ptr` over the
-    # columns that are dropped, times softcap', if IS_REVERSE; if IS_JSD its second one is
-    # KL(teacher || mixture), log2: out
+    # columns that are dropped, times softcap', if IS_REVERSE; if IS_JSD its second one is the first
+    # model's KL to the mixture, log2: out
     state_ptr,
     teacher_ptr,  # [SLOTS, 4, size] the same of the teacher; last the sum of exp2(y - ref of y)
     # times (y - ref of y) - (z - ref of z), log2; if IS_JSD times that to the mixture: out
@@ -241,7 +252,7 @@ def teacher_forward_kernel(
     turn = first_turn(launch, num_turns)
     num_turns = end_turn(launch, num_turns, splits)
     if IS_ROBUST:
-        failed = overflowed(tl.load(state_ptrs + size)) | overflowed(tl.load(teacher_ptrs + size))
+        failed = has_overflowed(state_ptrs, teacher_ptrs, size, IS_REVERSE)
         turn = 0
         num_turns = tl.where(tl.max(failed.to(tl.int32), 0) > 0, num_turns, 0)
         if num_turns == 0:
