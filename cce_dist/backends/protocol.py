@@ -96,7 +96,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Mixture:
-    """What Jensen-Shannon compares two heads with: beta teacher + (1 - beta) student."""
+    """Jensen-Shannon's mixture of two heads' softmaxes: beta teacher + (1 - beta) student."""
 
     beta: float
     lse: Tensor  # [N] of the student, merged over the ranks

@@ -259,6 +259,19 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
+def logits_of(both: Both, softcaps: tuple[float | None, float | None]) -> tuple[Tensor, Tensor]:
+    """Returns the student's and the teacher's, float64."""
+    heads = (
+        (both.hidden, both.weight, both.bias),
+        (both.teacher_hidden, both.teacher_weight, both.teacher_bias),
+    )
+    z, y = (
+        reference_logits(*head, softcap=softcap).double()
+        for head, softcap in zip(heads, softcaps, strict=True)
+    )
+    return z, y
+
+
 @KLS
 @pytest.mark.parametrize("softcaps", [(3.0, None), (None, 3.0)])
 def test_targets_leave_the_dropped_mass(
@@ -270,10 +283,7 @@ def test_targets_leave_the_dropped_mass(
     call = {**PLAIN, "softcap": softcaps[0], "teacher_softcap": softcaps[1], "divergence": kl}
     with torch.no_grad():
         both.run(both.leaves(), **call, backend="triton", filter=Filter(keep=0.1))
-    z = reference_logits(both.hidden, both.weight, both.bias, softcap=softcaps[0])
-    y = reference_logits(
-        both.teacher_hidden, both.teacher_weight, both.teacher_bias, softcap=softcaps[1]
-    )
+    z, y = (x.float() for x in logits_of(both, softcaps))
     slope = 1.0 if softcaps[0] is None else 1 - (z / softcaps[0]) ** 2
     dropped = (scores[0].kept[:, 0] & 1) == 0
     assert dropped.any() and not dropped[targets].any()
@@ -301,10 +311,7 @@ def test_how_far_dropped_logits_are_apart(
     call["divergence"] = "reverse_kl"
     with torch.no_grad():
         loss = both.run(both.leaves(), **call, backend="triton", filter=Filter(keep=0.1))
-    z = reference_logits(both.hidden, both.weight, both.bias, softcap=softcaps[0]).double()
-    y = reference_logits(
-        both.teacher_hidden, both.teacher_weight, both.teacher_bias, softcap=softcaps[1]
-    ).double()
+    z, y = logits_of(both, softcaps)
     assert error(loss, divergence_reference(z, y, "reverse_kl").mean()) < 1e-5
     slope = 1.0 if softcaps[0] is None else 1 - (z / softcaps[0]) ** 2
     dropped = (scores[0].kept[:, 0] & 1) == 0
@@ -325,10 +332,7 @@ def test_how_far_dropped_columns_are_from_the_mixture(
     call |= {"divergence": "jsd", "beta": beta}
     with torch.no_grad():
         loss = both.run(both.leaves(), **call, backend="triton", filter=Filter(keep=0.1))
-    z = reference_logits(both.hidden, both.weight, both.bias, softcap=softcaps[0]).double()
-    y = reference_logits(
-        both.teacher_hidden, both.teacher_weight, both.teacher_bias, softcap=softcaps[1]
-    ).double()
+    z, y = logits_of(both, softcaps)
     assert error(loss, divergence_reference(z, y, "jsd", beta).mean()) < 1e-5
     leaves, exact = both.leaves(), both.leaves()
     ours: Any = both.run(leaves, **call, backend="triton", filter=Filter(keep=0.01))

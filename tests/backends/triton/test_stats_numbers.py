@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cce_dist import Filter
+from cce_dist import Filter, LossOutput, linear_cross_entropy
 from cce_dist.testing import (
     DTYPES,
     TRITON_PLACES,
@@ -175,3 +175,30 @@ def test_triton_an_upstream_of_nan_stays_with_its_token(
     others = torch.arange(len(found[True])) != 7
     assert bool(found[False][7].isnan().all())
     torch.testing.assert_close(found[False][others], found[True][others])
+
+
+@pytest.mark.parametrize(
+    **grid(
+        places=TRITON_PLACES,
+        stats=(("entropy",), ("sum_p2",), ("logit_moments",), ("entropy", "sum_p2")),
+        height=(43.0, 45.0, 84.0, 86.0, 88.0, 90.0),
+    )
+)
+def test_products_overflow_before_exponentials(
+    place: Place, stats: tuple[str, ...], height: float
+) -> None:
+    """One logit lies so far above the first reference that sums of exponentials, or of products
+    with them alone, overflow."""
+    hidden, weight = torch.zeros(2, 16), 0.1 * torch.randn(300, 16, generator=generator())
+    hidden[:, 0] = height
+    weight[0, 0], weight[5, 0], weight[7, 0] = 0.0, 1.0, 0.0
+    targets = torch.tensor([7, 7], device=place.device)
+    tensors = [x.to(place.device) for x in (hidden, weight)]
+    call = {"stats": stats, "reduction": "none"}
+    found = linear_cross_entropy(*tensors, targets, **call, **place.options)  # pyright: ignore
+    wide = [x.double() for x in tensors]
+    right = linear_cross_entropy(*wide, targets, **call, backend="torch", gradient="exact")  # pyright: ignore
+    assert isinstance(found, LossOutput) and isinstance(right, LossOutput)
+    for value, expected in zip(found, right, strict=True):
+        if isinstance(expected, torch.Tensor):
+            torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)

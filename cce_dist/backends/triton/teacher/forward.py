@@ -13,12 +13,11 @@ from dataclasses import replace
 import torch
 
 from cce_dist.backends.protocol import ForwardRequest, TeacherStats
-from cce_dist.backends.triton.filter.marks import marks_of
 from cce_dist.backends.triton.forward.bounds import EXCHANGES, raise_lower
 from cce_dist.backends.triton.launch.arguments import for_kernels
 from cce_dist.backends.triton.screened.quantize import start_sums
 from cce_dist.backends.triton.teacher.jsd import jsd_of_heads
-from cce_dist.backends.triton.teacher.state import HeadStates, merged_state
+from cce_dist.backends.triton.teacher.state import HeadStates, marks_of_heads, merged_state
 from cce_dist.backends.triton.tokens.order import in_similar_order
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens
@@ -68,21 +67,10 @@ def forward_of_heads(
     of_call = last, len(launches), order, order_as
     student = merged_state(heads.student, *of_call)
     of_teacher = merged_state(heads.teacher, *of_call, (heads, student))
-    marks = marks_of(
-        student.mass,
-        student.factors,
-        heads.student.count,
-        student.log_dropped,
-        student.seed,
-        heads.student.weight.dtype,
-        threshold=rule.threshold,
-        draws=rule.draws,
-        order=student.placed.order,
-        # A rank of several knows the other ranks' sums at its launches' beginnings alone.
-        looseness=1.0 if bounds is None else 2.0,
-        teacher=(of_teacher.mass, of_teacher.factors),
-        reverse=request.reverse,
-    )
+    # A rank of several knows the other ranks' sums at its launches' beginnings alone.
+    looseness = 1.0 if bounds is None else 2.0
+    of_mass = of_teacher.mass, of_teacher.factors
+    marks = marks_of_heads(heads, student, of_mass, rule, looseness)
     kl, of_dropped = (x[: len(tokens)] for x in of_teacher.divergence)
     if order is not None:
         kl = torch.empty_like(kl).scatter_(0, order, kl)

@@ -15,14 +15,13 @@ import triton
 from torch import Tensor
 
 from cce_dist.backends.protocol import ForwardRequest, Mixture, TeacherStats
-from cce_dist.backends.triton.filter.marks import marks_of
 from cce_dist.backends.triton.forward.operands import ForwardLaunch
 from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.kernels.numbers import LOG2E
 from cce_dist.backends.triton.kernels.teacher.divergence import jsd_kernel
 from cce_dist.backends.triton.launch.arguments import for_kernels
 from cce_dist.backends.triton.launch.start import start
-from cce_dist.backends.triton.teacher.state import HeadStates, merged_state
+from cce_dist.backends.triton.teacher.state import HeadStates, marks_of_heads, merged_state
 from cce_dist.backends.triton.tokens.order import in_similar_order
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens
@@ -59,19 +58,7 @@ def jsd_of_heads(
         parts = torch.empty_like(parts).scatter_(1, order.expand(3, -1), parts)
     ratios = heads.teacher.buffers.mass
     assert ratios is not None
-    marks = marks_of(
-        student.mass,
-        student.factors,
-        heads.student.count,
-        student.log_dropped,
-        student.seed,
-        heads.student.weight.dtype,
-        threshold=rule.threshold,
-        draws=rule.draws,
-        order=student.placed.order,
-        teacher=(ratios, student.factors),
-        reverse=True,
-    )
+    marks = marks_of_heads(heads, student, (ratios, student.factors), rule)
     stats = Stats(student.placed.lse, student.placed.target_logit)
     marks = replace(marks, of_dropped=parts[2])
     return TeacherStats(stats, mixture.teacher_lse, parts[:2], marks)

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cce_dist.backends.protocol import ForwardRequest
-from cce_dist.backends.triton.filter.marks import MassFactors
+from cce_dist.backends.protocol import ColumnFilter, ForwardRequest
+from cce_dist.backends.triton.filter.marks import Marks, MassFactors, marks_of
 from cce_dist.backends.triton.forward.hopper import Groups, num_groups
 from cce_dist.backends.triton.forward.operands import EightBit, ForwardLaunch
 from cce_dist.backends.triton.forward.shares import mass_factors
@@ -278,6 +278,30 @@ class HeadStates:
             IS_REVERSE=self.reverse,
         )
         return out
+
+
+def marks_of_heads(
+    heads: HeadStates,
+    student: MergedState,
+    teacher: tuple[Tensor, MassFactors],  # see `marks_of`
+    rule: ColumnFilter,
+    looseness: float = 1.0,
+) -> Marks:
+    """Returns `marks_of` both heads, without `Marks.of_dropped`."""
+    return marks_of(
+        student.mass,
+        student.factors,
+        heads.student.count,
+        student.log_dropped,
+        student.seed,
+        heads.student.weight.dtype,
+        threshold=rule.threshold,
+        draws=rule.draws,
+        order=student.placed.order,
+        looseness=looseness,
+        teacher=teacher,
+        reverse=heads.reverse,
+    )
 
 
 def _row_bytes(weight: Tensor) -> int:

@@ -54,8 +54,13 @@ def overflowed(x):
 
 
 @triton.jit
-def has_overflowed(state_ptrs, extras_ptrs, size, HAS_SQUARES: tl.constexpr):
+def has_overflowed(
+    state_ptrs, extras_ptrs, size, HAS_SURPLUS: tl.constexpr, HAS_SQUARES: tl.constexpr
+):
     failed = overflowed(tl.load(state_ptrs + size))
+    if HAS_SURPLUS:
+        # A sum of products with logarithms overflows some logits before the sum that weighs them.
+        failed = failed | overflowed(tl.abs(tl.load(state_ptrs + 3 * size)))
     if HAS_SQUARES:
         # A square overflows from half that logit on.
         failed = failed | overflowed(tl.load(extras_ptrs + SQUARES * size))
@@ -190,7 +195,7 @@ def forward_kernel(
     total = tl.zeros((8, 8, BLOCK_N), tl.float32)
     dropped = tl.zeros((8, 8, BLOCK_N), tl.float32)
     if IS_ROBUST:
-        failed = has_overflowed(state_ptrs, extras_ptrs, size, HAS_SQUARES)
+        failed = has_overflowed(state_ptrs, extras_ptrs, size, HAS_SURPLUS, HAS_SQUARES)
         turn = 0
         num_turns = tl.where(tl.max(failed.to(tl.int32), 0) > 0, num_turns, 0)
         if num_turns == 0:

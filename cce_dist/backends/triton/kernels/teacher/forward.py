@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from cce_dist.backends.triton.kernels.forward.forward import add_to, dequantized, overflowed
+from cce_dist.backends.triton.kernels.forward.forward import add_to, dequantized, has_overflowed
 from cce_dist.backends.triton.kernels.forward.launches import (
     ALONE,
     FIRST,
@@ -143,17 +143,6 @@ def raise_both(total, dropped, ref, sums, state_ptrs, teacher_ptrs, size, IS_REV
 
 
 @triton.jit
-def has_overflowed(state_ptrs, teacher_ptrs, size, IS_REVERSE: tl.constexpr):
-    """Tells of which tokens a sum of exponentials or of log ratios has overflowed: the latter do
-    where the sum that weighs them is a hundredth of the largest number."""
-    failed = overflowed(tl.load(state_ptrs + size)) | overflowed(tl.load(teacher_ptrs + size))
-    failed = failed | overflowed(tl.abs(tl.load(teacher_ptrs + 3 * size)))
-    if IS_REVERSE:
-        failed = failed | overflowed(tl.abs(tl.load(state_ptrs + 3 * size)))
-    return failed
-
-
-@triton.jit
 def reference_of(total, state_ptrs, size):
     """Returns log2 of a model's sum so far, not below its reference."""
     whole = whole_sum(total) + tl.load(state_ptrs + size)
@@ -252,7 +241,8 @@ def teacher_forward_kernel(
     turn = first_turn(launch, num_turns)
     num_turns = end_turn(launch, num_turns, splits)
     if IS_ROBUST:
-        failed = has_overflowed(state_ptrs, teacher_ptrs, size, IS_REVERSE)
+        failed = has_overflowed(state_ptrs, state_ptrs, size, IS_REVERSE, False)
+        failed = failed | has_overflowed(teacher_ptrs, teacher_ptrs, size, True, False)
         turn = 0
         num_turns = tl.where(tl.max(failed.to(tl.int32), 0) > 0, num_turns, 0)
         if num_turns == 0:
