@@ -24,12 +24,11 @@ VALUES = {"fp32": 2e-6, "fp16": 2e-6, "bf16": 2e-6}
 BY_HOPPER = 2.0**-12
 GRADIENTS = {
     "forward_kl": {"fp32": 3e-6, "fp16": 1e-3, "bf16": 4e-3},
-    # Log ratios of ten nats are rounded as logits are: torch's eager fp32 errs by 7e-6. In 16 bits
-    # the log of a teacher's probability waits in fp16.
-    "reverse_kl": {"fp32": 1e-5, "fp16": 2e-3, "bf16": 6e-3},
+    # Log ratios of ten nats are rounded as logits are: torch's eager fp32 errs by 7e-6.
+    "reverse_kl": {"fp32": 1e-5, "fp16": 1e-3, "bf16": 4e-3},
     # Of models with little mass in common the mean log ratio is nearly a column's own, near log 2:
     # torch's eager fp32 errs by 4.5e-5.
-    "jsd": {"fp32": 6e-5, "fp16": 2e-3, "bf16": 6e-3},
+    "jsd": {"fp32": 6e-5, "fp16": 1e-3, "bf16": 4e-3},
 }
 MARKS = {"cpu": [], "cuda": [pytest.mark.gpu]}
 BY_PLACE = [
@@ -543,10 +542,6 @@ def check_ranks(both: Both, ranks: Any, split: bool, call: Any, limit: float) ->
 # -- what is refused ----------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "in_forward": (
-        {"gradient": "in_forward"},
-        "^gradient must be one of 'filtered', 'exact', got 'in_forward'",
-    ),
     "eps": ({"filter": Filter(eps=0.01)}, "^filter .* must keep columns by mass, got eps=0.01"),
 }
 

@@ -174,9 +174,9 @@ def of_teacher(
     IS_LOG: tl.constexpr,
 ):
     """Computes the teacher's probabilities times WAITING and how often a column counts, [COLUMNS,
-    TOKENS]; or if IS_LOG the log2 of probabilities. In fp16 unless `dtype` is fp32: they wait in
-    registers for the student's product. Without the upstream gradient, so that a token of little
-    weight has as many digits."""
+    TOKENS], in fp16 unless `dtype` is fp32; or if IS_LOG the log2 of probabilities, in fp32: log
+    ratios have its digits. They wait in registers for the student's product. Without the upstream
+    gradient, so that a token of little weight has as many digits."""
     y, _ = fresh_logits(
         column, block, hidden_ptr, rows_ptr, weight_ptr, bias_ptr, D, stride_hn, stride_wv, scale,
         softcap, COLUMNS, TOKENS, BLOCK_K, EVEN_K, STAGES, PRECISION, WIDE, HAS_BIAS, HAS_SOFTCAP,
@@ -185,12 +185,10 @@ def of_teacher(
     lse = tl.load(upstream_ptr + 5 * N + token)
     if IS_LOG:
         waiting = y - lse[None, :]
-        if dtype != tl.float32:
-            waiting = tl.maximum(waiting, -STORED_MOST)
     else:
         log_p = y + (log2_times[:, None] - lse[None, :])
         waiting = (exp2_of(log_p) if WIDE else tl.exp2(log_p)) * WAITING
-    return waiting if dtype == tl.float32 else waiting.to(tl.float16)
+    return waiting if (dtype == tl.float32) | IS_LOG else waiting.to(tl.float16)
 
 
 @triton.jit
@@ -298,7 +296,7 @@ def sdd_kept_task(
     own_log_p = log_p
     if HAS_TEACHER and HAS_ENTROPY:
         # The entropy is relative to the teacher, or to a mixture with it.
-        relative_to = of_other.to(tl.float32)
+        relative_to = of_other
         if IS_JSD:
             relative_to = log_mixture(tl.exp2(relative_to), tl.exp2(own_log_p), teacher[9])
         own_log_p -= relative_to
