@@ -304,10 +304,10 @@ def test_a_dropped_mass_that_is_subnormal(place: Place, entropy: bool) -> None:
     hidden, weight = torch.zeros(130, 16), torch.zeros(300, 16)
     hidden[:, 0], weight[0, 0] = 100.0, 1.0
     hidden[:, 1], weight[:, 1] = 1.0, torch.linspace(0, 1, 300)
-    inputs = Inputs(hidden, weight, torch.zeros(130, dtype=torch.int64))
-    case = Case(inputs, {"stats": ("entropy",), "filter": Filter(keep=1e-30)}).at(place)
-    leaves = [x.requires_grad_() for x in (case.inputs.hidden, case.inputs.weight)]
-    output = linear_cross_entropy(*leaves, case.inputs.targets, **case.options)
+    leaves = [x.to(place.device).requires_grad_() for x in (hidden, weight)]
+    targets = torch.zeros(130, dtype=torch.int64, device=place.device)
+    options: dict[str, Any] = {"stats": ("entropy",), "filter": Filter(keep=1e-30)}
+    output = linear_cross_entropy(*leaves, targets, **options, **place.options)
     assert isinstance(output, LossOutput) and output.entropy is not None
     loss = output.loss + output.entropy.sum() if entropy else output.loss
     for grad in torch.autograd.grad(loss, leaves):
