@@ -50,8 +50,9 @@ def distill_command(
     method: Annotated[
         arg.Names,
         typer.Option(
-            help="filtered, screened, exact, dense, trl, torch-compile, torch-compile-chunked, "
-            "liger-chunked, liger, liger-fp32, fla-16bit, fla; may be repeated. [all that can run]"
+            help="filtered, screened, in_forward, exact, dense, trl, torch-compile, "
+            "torch-compile-chunked, liger-chunked, liger, liger-fp32, fla-16bit, fla; may be "
+            "repeated. [all that can run]"
         ),
     ] = None,
     peer_path: arg.PeerPath = None,
@@ -147,7 +148,7 @@ def distill_ranks_command(
     repeats: arg.Repeats = 10,
     method: Annotated[
         arg.Names,
-        typer.Option(help="filtered, screened, exact; may be repeated. [filtered]"),
+        typer.Option(help="filtered, screened, in_forward, exact; may be repeated. [filtered]"),
     ] = None,
     timeout_seconds: arg.CollectiveTimeout = 120.0,
     csv_path: arg.CsvPath = None,

@@ -21,8 +21,7 @@ from benchmarks.distillation.inputs import JSD_BETA, Measured, Teacher, divergen
 from cce_dist import linear_cross_entropy
 from cce_dist.bench.golden import LossFunction
 from cce_dist.distillation import DistillationOutput, linear_distillation
-from cce_dist.distillation.loss import GradientOfBoth
-from cce_dist.options import LogitsMode
+from cce_dist.options import GradientMode, LogitsMode
 
 # Tokens whose logits a chunked contender has at a time: Liger's own default.
 CHUNK = 1024
@@ -40,7 +39,7 @@ class Built(NamedTuple):
     tokens: DivergenceFunction | None  # None: the mean alone is known
 
 
-def ours(gradient: GradientOfBoth, teacher: Teacher, *, logits: LogitsMode = "full") -> Built:
+def ours(gradient: GradientMode, teacher: Teacher, *, logits: LogitsMode = "full") -> Built:
     """Returns `linear_distillation`."""
     distill = partial(
         linear_distillation,
@@ -255,6 +254,7 @@ IN_FORWARD = "its forward computes the gradients"
 CONTENDERS = {
     "filtered": Contender("ours", partial(ours, "filtered")),
     "screened": Contender("ours", partial(ours, "filtered", logits="screened"), on_cpu=False),
+    "in_forward": Contender("ours", partial(ours, "in_forward")),
     "exact": Contender("ours", partial(ours, "exact")),
     "dense": Contender("dense", dense),
     "trl": Contender("peer", trl),

@@ -9,11 +9,12 @@ from cce_dist.bench.golden import LossFunction
 from cce_dist.bench.methods import Method
 from cce_dist.bench.rank_methods import Setup
 from cce_dist.distillation import linear_distillation
-from cce_dist.distillation.loss import GradientOfBoth
+from cce_dist.options import GradientMode
 
-GRADIENTS: dict[str, GradientOfBoth] = {
+GRADIENTS: dict[str, GradientMode] = {
     "filtered": "filtered",
     "screened": "filtered",
+    "in_forward": "in_forward",
     "exact": "exact",
 }
 

@@ -76,15 +76,9 @@ def forward(
         return upstream
 
     grad_weight = rows = None
-    if needs.weight and (
-        call.grad_weight_into is not None or not holds_sum(weight.dtype, len(tokens), call.plan)
-    ):
-        dtype = accumulate_dtype(weight.dtype)
-        grad_weight = rows = head.weight.new_empty(head.weight.shape, dtype=dtype)
-    elif needs.weight:
-        target = GradWeight.prepare(call, weight, True)
-        assert target.into is not None
-        grad_weight, rows = target.returned, target.into.rows
+    if needs.weight:
+        narrow = holds_sum(weight.dtype, len(tokens), call.plan)
+        grad_weight, rows = memory_of_weight(call, weight, narrow=narrow)
     grads, tail = grads_in_forward(
         tokens,
         head,
@@ -121,15 +115,42 @@ def backward(
     upstream: Tensor,  # [] the gradient by the loss
     needs: Needs,
 ) -> Grads:
-    """Scales the gradients in place: there is room for one gradient of the weight, not for two.
-    Collectives: those of `forward`, if the gradients are used up."""
+    """Collectives: those of `forward`, if the gradients are used up."""
     if computed.is_used:
         computed = forward(hidden, weight, bias, call, objective, needs).computed
+    scale = call.plan.backend.scale
+    return scaled(hidden, weight, bias, call, computed, upstream, scale)
+
+
+def memory_of_weight(call: Call, weight: Tensor, *, narrow: bool) -> tuple[Tensor, Tensor]:
+    """Returns memory in which the weight's gradient waits for the backward, and its rows without
+    padding, which the forward writes. Args: narrow: in the weight's dtype, if no buffer is given.
+    """
+    if narrow and call.grad_weight_into is None:
+        target = GradWeight.prepare(call, weight, True)
+        assert target.returned is not None and target.into is not None
+        return target.returned, target.into.rows
+    shape = call.plan.shard.num_classes, weight.shape[1]
+    rows = weight.new_empty(shape, dtype=accumulate_dtype(weight.dtype))
+    return rows, rows
+
+
+def scaled(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    call: Call,
+    computed: Computed,
+    upstream: Tensor,  # [] the gradient by the loss
+    scale: Callable[[Tensor, Tensor], None],  # multiplies a tensor by [], in place
+) -> Grads:
+    """Scales the gradients in place: there is room for one gradient of the weight, not for two. No
+    collectives."""
     by_hidden, by_bias, by_weight = computed.hidden, computed.bias, computed.weight
     computed.clear()
     for grad in (by_hidden, by_bias, by_weight):
         if grad is not None:
-            call.plan.backend.scale(grad, upstream)
+            scale(grad, upstream)
     if by_weight is not None and (
         call.grad_weight_into is not None
         or by_weight.dtype != weight.dtype
@@ -334,7 +355,12 @@ def chunk_tokens(num_tokens: int, plan: Plan, dtype: torch.dtype) -> int:
     elif options.workspace_bytes is None:
         # With its other tensors such a chunk takes a quarter of the memory of dense logits.
         most = max(most, -(-num_tokens // (5 * TOKEN_BLOCK)))
-    # Chunks of one size: a small last one would take the time of a larger one.
+    return even_chunks(num_tokens, most)
+
+
+def even_chunks(num_tokens: int, most: int) -> int:
+    """Returns the tokens of a chunk of at most so many blocks, or one. Chunks have one size: a
+    small last one would take the time of a larger one."""
     blocks = -(-num_tokens // TOKEN_BLOCK)
     num_chunks = max(1, -(-blocks // max(1, most)))
     return max(1, -(-blocks // num_chunks)) * TOKEN_BLOCK

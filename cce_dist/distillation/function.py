@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.choose import TORCH, choose_backend
 from cce_dist.core.stats import Stats, logaddexp_parts
 from cce_dist.core.types import Head, Tokens
-from cce_dist.distillation.divergences import Divergences, Sums
+from cce_dist.distillation.divergences import Divergence, Divergences, Sums
 from cce_dist.distillation.sweep import (
     FirstPass,
     Pair,
@@ -24,7 +24,7 @@ from cce_dist.distillation.sweep import (
     second_pass,
 )
 from cce_dist.frontend.reduction import PickedTokens, TokenLoss
-from cce_dist.options import Backend, LossOptions
+from cce_dist.options import Backend, LossOptions, require_choice, require_finite
 from cce_dist.ranks.gather import all_gather, require, require_same_sizes
 from cce_dist.ranks.merge_header import NUM_DIGITS, RULE, encode, flaw, is_sound
 
@@ -53,6 +53,40 @@ class Objective:
     takes_tiles: bool = False
 
 
+def objective_of(divergence: str, beta: float, temperature: float, alpha: float) -> Objective:
+    require_choice("divergence", divergence, get_args(Divergence))
+    beta, alpha = require_finite("beta", beta), require_finite("alpha", alpha, minimum=0)
+    if not 0 < beta < 1:
+        raise ValueError(f"beta must lie in (0, 1), got {beta!r}")
+    if alpha > 1:
+        raise ValueError(f"alpha must lie in [0, 1], got {alpha!r}")
+    temperature = require_finite("temperature", temperature)
+    if temperature <= 0:
+        raise ValueError(f"temperature must be > 0, got {temperature!r}")
+    return Objective(Divergences(divergence, beta), temperature, alpha)  # pyright: ignore[reportArgumentType]
+
+
+def backends_of(
+    options: LossOptions, objective: Objective, teacher_weight: object
+) -> tuple[LossOptions, Backend]:
+    """Returns the options, with backend "torch" where no kernel computes both heads; and there the
+    backend of what follows the products of a tile.
+
+    Raises:
+        ValueError: kernels were asked for, which take no float64.
+    """
+    is_wide = getattr(teacher_weight, "dtype", None) == torch.float64
+    if is_wide and options.backend == "triton":
+        raise ValueError(
+            'backend="triton" of linear_distillation needs a teacher in bf16, fp16 or fp32, got '
+            "float64"
+        )
+    of_heads = objective.divergences.is_filtered and options.gradient == "filtered"
+    if of_heads and not is_wide:
+        return options, "torch"
+    return replace(options, backend="torch"), "torch" if is_wide else options.backend
+
+
 def takes_tiles(backend: Backend, hidden: Tensor) -> bool:
     """Tells whether kernels compute what follows the products of a tile.
 
@@ -73,6 +107,7 @@ class Computed(NamedTuple):
     picked: PickedTokens
     shape: torch.Size  # targets'
     screened: Tensor | None = None  # [] bool: the teacher's logits are; None: they are not
+    loss: Tensor | None = None  # [], by gradient="in_forward"; None: `value` and `nll` make it
 
 
 class Distill(torch.autograd.Function):
@@ -174,14 +209,18 @@ def pair_of(
     )
 
 
-def require_equal_sizes(hidden: Tensor, teacher: Teacher, call: Call) -> None:
+def require_equal_sizes(hidden: Tensor, teacher: Teacher, call: Call, *, chunk: int = 0) -> None:
     """Checks that all ranks are about to send tensors of the same sizes. Collectives: those of
-    `gather.require_same_sizes`."""
+    `gather.require_same_sizes`.
+
+    Args: chunk: the tokens of one, if there are chunks.
+    """
     sizes = {
         "rows of hidden": len(hidden),
         "D of hidden": hidden.shape[1],
         "D of teacher_hidden": teacher.hidden.shape[1],
         "tokens to compute (not ignored)": len(call.local_targets),
+        "tokens of a chunk, which follow from workspace_bytes": chunk,
     }
     require_same_sizes(sizes, hidden.device, call.plan.group)
 

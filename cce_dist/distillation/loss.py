@@ -16,24 +16,32 @@ from cce_dist.algorithm.once import without_autocast
 from cce_dist.algorithm.plan import Plan, plan_of
 from cce_dist.core.tracing import is_fake, is_traced, unseen_by_checkpointing
 from cce_dist.distillation.by_kernels import DistillByKernels
-from cce_dist.distillation.divergences import Divergence, Divergences
-from cce_dist.distillation.function import Computed, Distill, Objective, takes_tiles
+from cce_dist.distillation.divergences import Divergence
+from cce_dist.distillation.function import (
+    Computed,
+    Distill,
+    Objective,
+    backends_of,
+    objective_of,
+    takes_tiles,
+)
+from cce_dist.distillation.in_forward import DistillInForward
 from cce_dist.distillation.teacher import local_teacher, teacher_logits, teacher_of
 from cce_dist.frontend import validation
 from cce_dist.frontend.eager import compute as compute_loss
 from cce_dist.frontend.inputs import Inputs, options_of
-from cce_dist.frontend.prepare import enter, local_targets_of, narrow, validate
+from cce_dist.frontend.prepare import differentiates, enter, local_targets_of, narrow, validate
 from cce_dist.frontend.reduction import PickedTokens, TokenLoss, gathered, pick_tokens
 from cce_dist.options import (
     Backend,
     Filter,
+    GradientMode,
     LogitsMode,
     LossOptions,
     Reduction,
     Screen,
     require_choice,
     require_factor,
-    require_finite,
     require_stats,
 )
 from cce_dist.ranks.transport import group_size, resolve_group
@@ -46,7 +54,6 @@ if TYPE_CHECKING:
 
 TokenStat = Literal["divergence", "nll"]
 DistillationStat = Literal["divergence", "nll", "screened"]
-GradientOfBoth = Literal["filtered", "exact"]
 # No class is it.
 NOTHING_IGNORED = -100
 
@@ -87,7 +94,7 @@ def linear_distillation(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     shift: int = 0,
-    gradient: GradientOfBoth = "filtered",
+    gradient: GradientMode = "filtered",
     filter: Filter = Filter(),  # noqa: B008 - frozen
     logits: LogitsMode = "full",
     stats: tuple[DistillationStat, ...] = (),
@@ -102,9 +109,9 @@ def linear_distillation(
         (1 - alpha) D(p, q) + alpha nll,        nll of the target, at temperature 1
 
     without a factor temperature^2. Gradients are by hidden, weight and bias. On a GPU Triton
-    kernels compute both KLs in one pass and "jsd" in two, with filtered gradients. All else goes
-    tile by tile, with gradients of every column: products by torch, the rest by kernels or,
-    elsewhere than on a GPU and for float64, by eager torch. docs/design/distillation.md.
+    kernels compute both KLs in one pass and "jsd" in two, with filtered gradients. All else has
+    gradients of every column: products by torch, tile by tile, the rest by kernels or, elsewhere
+    than on a GPU and for float64, by eager torch. docs/design/distillation.md.
 
     Args:
         teacher_hidden: of the same tokens; D and dtype may differ from hidden's.
@@ -119,9 +126,13 @@ def linear_distillation(
         stats: "divergence", "nll" and "screened"; nll needs alpha > 0.
         gradient: "filtered" lets the kernels replace columns where both models have little mass by
             the product of their marginals, but not for "tvd"; "exact" computes every column.
-        filter: `Filter` of both models' mass, without `eps`: of their sum; for reverse KL of the
-            student's plus the size of the sum over the block of q log(q / p), for "jsd" of
-            q log(q / m).
+            "in_forward" does so within the forward, and multiplies both heads once: the logits of a
+            chunk of tokens, 8 bytes each of both models, with a softcap 16, stay until their
+            gradients are there. Chunks have an eleventh of the tokens, or what fits the workspace.
+            It needs a scalar loss; within torch.compile it is "exact".
+        filter: of "filtered", `Filter` of both models' mass, without `eps`: of their sum; for
+            reverse KL of the student's plus the size of the sum over the block of q log(q / p), for
+            "jsd" of q log(q / m).
         logits: "screened" lets the kernels compute the teacher's logits in 8 bits, and those of
             columns of much mass exactly; for forward KL with filtered gradients, of a teacher in
             bf16 or fp16. Logits are full without kernels, where 8 bits would err too much, and
@@ -139,19 +150,21 @@ def linear_distillation(
     Raises:
         ValueError: an argument is not supported; the message says which. So are teacher tensors
             that require grad.
+        RuntimeError: a backward through divergence or nll with gradient="in_forward".
     DTensors: as in `linear_cross_entropy`; the teacher's lie as the student's do.
     Collectives on `group`: forward one all-gather of 12 N + 36 bytes (20 N + 36 with alpha), and
         one of 8 N for "jsd" and "tvd"; for KLs kernels eight of 4 N before it. Backward those of
         `linear_cross_entropy`. With alpha and a temperature that is not 1 kernels also take those
         of `linear_cross_entropy` for the nll. With sequence_parallel all-gathers of both hidden
-        states in forward and backward.
+        states in forward and backward. "in_forward": all in the forward, its all-gathers of
+        each chunk.
     Errors: on Hopper, in 16 bits and without softcaps, a token's KL is off by some 1e-4 nats, "jsd"
         by 2e-5, and may be below 0 between nearly equal models; gradients do not depend on it. With
         screened logits it is off by some 1e-3 nats, and gradients err by some 2e-3 to 5e-3 more.
     Determinism: the loss is bitwise equal on all ranks and from run to run.
     """
     objective = objective_of(divergence, beta, temperature, alpha)
-    require_choice("gradient", gradient, get_args(GradientOfBoth))
+    require_choice("gradient", gradient, get_args(GradientMode))
     require_stats(stats, get_args(DistillationStat))
     ignore_index = NOTHING_IGNORED if targets is None else ignore_index
     targets = checked_targets(targets, hidden, objective, stats, sequence_parallel, group)
@@ -174,7 +187,7 @@ def linear_distillation(
     inputs, options, group, vocab_shard, parts = enter(inputs, options, group, vocab_shard)
     of_teacher = (teacher_hidden, teacher_weight, teacher_bias)
     of_teacher = local_teacher(hidden, weight, *of_teacher, parts)
-    options, of_tiles = _backends_of(options, objective, of_teacher[1])
+    options, of_tiles = backends_of(options, objective, of_teacher[1])
     arguments = (inputs, of_teacher, of_logits, options, group, vocab_shard, objective, of_tiles)
     if is_traced():
         # The module imports the compiler, which a tracing caller has imported already.
@@ -219,6 +232,10 @@ def compute(
     call, flat = _call_of(plan, picked, hidden), hidden.reshape(-1, hidden.shape[-1])
     with without_autocast(hidden.device.type):
         tensors = flat, weight, bias, teacher, call
+        if options.gradient == "in_forward":
+            needs = tuple(differentiates(x) for x in tensors[:3])
+            loss, value, nll = DistillInForward.apply(*tensors, objective, terms, needs)
+            return Computed(value, nll, terms, picked, shape, loss=loss)
         by_kernels = plan.backend.forward_of_heads is not None
         if by_kernels and objective.alpha and objective.temperature != 1:
             # Two temperatures are two softmaxes of the student.
@@ -291,6 +308,13 @@ def _checked(
             "filter of linear_distillation must keep columns by mass, got "
             f"eps={checked.filter.eps!r}: use Filter.keep"
         )
+    filters = checked.filter != Filter() and checked.filters
+    if checked.gradient == "in_forward" and (filters or checked.logits != "full"):
+        raise ValueError(
+            f"filter={checked.filter!r} and logits={checked.logits!r} of linear_distillation have "
+            'no effect with gradient="in_forward", which computes every column of full logits: use '
+            'gradient="filtered", or leave them out'
+        )
     scales = {"logit_scale": checked.logit_scale, "teacher_logit_scale": of_logits[1]}
     for name, scale in scales.items():
         text = f"{name}={scale!r} / temperature={objective.temperature!r}"
@@ -305,36 +329,16 @@ def _checked(
     return replace(checked, logits="full"), replace(objective, screens=True), of_logits
 
 
-def _backends_of(
-    options: LossOptions, objective: Objective, teacher_weight: object
-) -> tuple[LossOptions, Backend]:
-    """Returns the options, with backend "torch" where no kernel computes both heads; and there the
-    backend of what follows the products of a tile.
-
-    Raises:
-        ValueError: kernels were asked for, which take no float64.
-    """
-    is_wide = getattr(teacher_weight, "dtype", None) == torch.float64
-    if is_wide and options.backend == "triton":
-        raise ValueError(
-            'backend="triton" of linear_distillation needs a teacher in bf16, fp16 or fp32, got '
-            "float64"
-        )
-    of_heads = objective.divergences.is_filtered and options.gradient == "filtered"
-    if of_heads and not is_wide:
-        return options, "torch"
-    return replace(options, backend="torch"), "torch" if is_wide else options.backend
-
-
 def output_of(
     computed: Computed,
     options: tuple[Reduction, int, tuple[DistillationStat, ...], float],
 ) -> Tensor | DistillationOutput:
-    value, nll, terms, picked, shape, screened = computed
+    value, nll, terms, picked, shape, screened, loss = computed
     reduction, shift, stats, alpha = options
-    each = value if nll is None else (1 - alpha) * value + alpha * nll
-    each = terms.per_token(each, each, None, slice(None))
-    loss = picked.scatter_to_shape(each, shape, shift) if reduction == "none" else each.sum()
+    if loss is None:
+        each = value if nll is None else (1 - alpha) * value + alpha * nll
+        each = terms.per_token(each, each, None, slice(None))
+        loss = picked.scatter_to_shape(each, shape, shift) if reduction == "none" else each.sum()
     if not stats:
         return loss
     if screened is None and "screened" in stats:
@@ -349,19 +353,6 @@ def output_of(
         },
         screened=screened if "screened" in stats else None,
     )
-
-
-def objective_of(divergence: str, beta: float, temperature: float, alpha: float) -> Objective:
-    require_choice("divergence", divergence, get_args(Divergence))
-    beta, alpha = require_finite("beta", beta), require_finite("alpha", alpha, minimum=0)
-    if not 0 < beta < 1:
-        raise ValueError(f"beta must lie in (0, 1), got {beta!r}")
-    if alpha > 1:
-        raise ValueError(f"alpha must lie in [0, 1], got {alpha!r}")
-    temperature = require_finite("temperature", temperature)
-    if temperature <= 0:
-        raise ValueError(f"temperature must be > 0, got {temperature!r}")
-    return Objective(Divergences(divergence, beta), temperature, alpha)  # pyright: ignore[reportArgumentType]
 
 
 def checked_targets(

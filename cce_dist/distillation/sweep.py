@@ -6,7 +6,7 @@ The products are torch's. What follows them is eager torch too, or kernels that 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cce_dist.backends.protocol import WeightGrad
 from cce_dist.backends.torch.tiles import (
+    TILES_ALIVE,
     TileSize,
     add_product,
     exact_tiles,
@@ -44,6 +45,7 @@ class Pair:
     has_targets: bool  # the target's cross-entropy, at temperature 1, is part of the loss
     workspace_bytes: int
     kernels: TileKernels | None  # None: eager torch
+    whole: Tile | None = None  # all tokens and columns, whose logits stay in memory
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,17 +57,35 @@ class Pair:
         weight, memory = self.head.weight, self.workspace_bytes
         if self.kernels is None:
             return TileSize.choose(weight, memory // TILES_OVER)
-        # Both models' logits and the gradient; a softcap's slope, and what it is computed by.
-        has_softcap = self.head.softcap is not None or self.teacher_head.softcap is not None
-        numbers = 2 + 2 * has_softcap
-        num_bytes = numbers * self.dtype.itemsize + operand_dtype(weight).itemsize
-        return TileSize.tallest(weight, len(self.student), memory // num_bytes)
+        return TileSize.tallest(weight, len(self.student), memory // self.bytes_of_logits)
 
-    def tiles(self) -> Iterator[_Tile]:
+    @property
+    def bytes_of_logits(self) -> int:
+        """The bytes that a token's logits of one column take until their gradient is there."""
+        if self.kernels is None:
+            return TILES_OVER * TILES_ALIVE * accumulate_dtype(self.head.weight.dtype).itemsize
+        # Both models' logits, of which the student's become the gradient; a softcap's slope, and
+        # what it is computed by.
+        has_softcap = self.head.softcap is not None or self.teacher_head.softcap is not None
+        return (2 + 2 * has_softcap) * self.dtype.itemsize
+
+    def of_tokens(self, start: int, stop: int) -> Pair:
+        """Returns the pair of some tokens, with all their logits in memory."""
+        student, teacher = (x.alone(start, stop) for x in (self.student, self.teacher))
+        part = replace(self, student=student, teacher=teacher)
+        size = TileSize(max(1, stop - start), max(1, self.head.weight.shape[0]))
+        return replace(part, whole=next(part._tiles_of(size), None))
+
+    def tiles(self) -> Iterator[Tile]:
         """Yields all tiles, those of the same columns one after the other."""
+        if self.whole is None:
+            yield from self._tiles_of(self.size)
+        else:
+            yield self.whole
+
+    def _tiles_of(self, size: TileSize) -> Iterator[Tile]:
         of_student = exact_tiles(self.student, self.head)
         of_teacher = exact_tiles(self.teacher, self.teacher_head)
-        size = self.size
         for first, last in spans(self.head.weight.shape[0], size.columns):
             student, teacher = of_student(first, last), of_teacher(first, last)
             for start, stop in spans(len(self.student), size.tokens):
@@ -75,7 +95,7 @@ class Pair:
                 z, y = z.to(self.dtype), y.to(self.dtype)
                 if self.kernels is None:
                     y = y.div_(self.temperature)
-                yield _Tile(at, columns, z, slope, y)
+                yield Tile(at, columns, z, slope, y)
 
     def nothing(self) -> Tensor:
         """Returns -inf for each token, [N]."""
@@ -83,7 +103,7 @@ class Pair:
         return hidden.new_full((len(self.student),), -torch.inf, dtype=self.dtype)
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     tokens: slice
     columns: slice
     z: Tensor  # the student's logits at temperature 1
@@ -165,7 +185,7 @@ def gradients(
     new = head.weight.new_zeros
     of_hidden = new(len(tokens), head.weight.shape[1], dtype=dtype) if hidden else None
     of_bias = new(head.weight.shape[0], dtype=dtype) if bias else None
-    columns, open_columns, scale = None, slice(0, 0), _scale_of(pair, upstream)
+    columns, open_columns, scale = None, slice(0, 0), scale_of(pair, upstream)
     if weight is not None and not weight.accumulate and not len(tokens):
         # There is no tile that would store its columns.
         weight.rows.zero_()
@@ -176,15 +196,7 @@ def gradients(
             columns = None
             if weight is not None:
                 columns = new(tile.z.shape[1], head.weight.shape[1], dtype=dtype)
-        # A sum over tokens has the digits of a gradient that is not rounded.
-        wanted = dtype if bias else operand_dtype(head.weight)
-        if pair.kernels is None:
-            grad = _grad_logits(pair, tile, sums, mean, lse, upstream)
-            grad = grad if scale is None else grad / scale
-        else:
-            some = tuple(x[tile.tokens] for x in (*sums[:2], mean, lse))
-            grad = _by_kernels(pair, tile, some, upstream, scale, wanted)
-        grad = grad.to(wanted)
+        grad = d_logits(pair, tile, (*sums[:2], mean, lse), upstream, scale, wide=bias)
         operand = grad.to(operand_dtype(head.weight))
         if of_hidden is not None:
             rows = head.weight[tile.columns].to(operand.dtype)
@@ -198,18 +210,25 @@ def gradients(
     return of_hidden, of_bias
 
 
-def _by_kernels(
+def d_logits(
     pair: Pair,
-    tile: _Tile,
-    sums: tuple[Tensor, ...],
+    tile: Tile,
+    sums: tuple[Tensor, Tensor, Tensor, Tensor],  # [N]: both lses, mean slope, lse at temperature 1
     upstream: Upstream,
-    scale: Tensor | None,
-    dtype: torch.dtype,
+    scale: Tensor | None,  # see `scale_of`
+    *,
+    wide: bool,  # a sum over tokens has the digits of a gradient that is not rounded
 ) -> Tensor:
-    assert pair.kernels is not None
-    at, nll = tile.tokens, upstream.nll
+    """Returns the gradient by E . C + bias over `scale`, [n, columns], in memory of the tile."""
+    weight, at, nll = pair.head.weight, tile.tokens, upstream.nll
+    dtype = accumulate_dtype(weight.dtype) if wide else operand_dtype(weight)
+    student, teacher, mean, lse = sums
+    if pair.kernels is None:
+        grad = _grad_logits(pair, tile, Sums(student, teacher, mean), mean, lse, upstream)
+        return (grad if scale is None else grad / scale).to(dtype)
     return pair.kernels.gradient(
-        *(tile.z, tile.y, tile.slope, tile.columns.start, pair.student.local_targets[at], sums),
+        *(tile.z, tile.y, tile.slope, tile.columns.start, pair.student.local_targets[at]),
+        tuple(x[at] for x in sums),
         (upstream.divergence[at], None if nll is None else nll[at]),
         *(pair.head.logit_scale, scale, dtype),
     )
@@ -225,7 +244,7 @@ def _store(weight: WeightGrad | None, at: slice, columns: Tensor | None) -> None
 
 
 def _grad_logits(
-    pair: Pair, tile: _Tile, sums: Sums, mean: Tensor, lse: Tensor, upstream: Upstream
+    pair: Pair, tile: Tile, sums: Sums, mean: Tensor, lse: Tensor, upstream: Upstream
 ) -> Tensor:
     """Returns the gradient by E . C + bias, [n, columns]."""
     at, T = tile.tokens, pair.temperature
@@ -242,7 +261,7 @@ def _grad_logits(
     return grad * pair.head.logit_scale
 
 
-def _scale_of(pair: Pair, upstream: Upstream) -> Tensor | None:
+def scale_of(pair: Pair, upstream: Upstream) -> Tensor | None:
     """Returns a power of two near the largest upstream gradient, by which fp16 operands are
     divided: a mean over tokens is below fp16's smallest number. None: there are none."""
     weight = pair.head.weight

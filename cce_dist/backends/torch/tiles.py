@@ -115,6 +115,16 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, scale: Tensor | None = None) 
         out.add_(result if scale is None else result * scale)
 
 
+def put_product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
+    """Writes a @ b to `out`, or adds it. `out` has the operands' dtype or is fp32."""
+    if accumulate:
+        add_product(out, a, b)
+    elif out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
 def squash(
     x: Tensor,  # [n, columns]
     head: Head,

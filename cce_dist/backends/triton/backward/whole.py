@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cce_dist.backends.torch.tiles import put_product
 from cce_dist.backends.triton.backward.exact import launch_d_logits
 from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.launch.start import is_compiling_only
@@ -46,15 +47,5 @@ def products_by_torch(state: BackwardState, grads: GradBuffers) -> Callable[[int
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """Writes a @ b to `out`, or adds it. `out` has the operands' dtype or is fp32."""
-    if is_compiling_only():
-        return
-    if out.dtype == a.dtype:
-        if accumulate:
-            out.addmm_(a, b)
-        else:
-            torch.mm(a, b, out=out)
-    elif accumulate:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    if not is_compiling_only():
+        put_product(out, a, b, accumulate=accumulate)

@@ -32,8 +32,8 @@ KINDS = {
     "jsd": JSD.value,
     "tvd": TVD.value,
 }
-# Columns that one warp has at once.
-WARP_COLUMNS = 512
+# Columns that a program has at once, and a warp of it.
+COLUMNS, WARP_COLUMNS = 2048, 256
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class TileKernels:
 
     def gradient(
         self,
-        z: Tensor,
+        z: Tensor,  # contiguous, overwritten
         y: Tensor,
         slope: Tensor | None,  # of the student's softcap
         first: int,
@@ -105,8 +105,8 @@ class TileKernels:
         scale: Tensor | None,  # [] that divides the gradient
         dtype: torch.dtype,
     ) -> Tensor:
-        """Returns the gradient by the student's E . C + bias, [n, columns]."""
-        out = torch.empty(z.shape, dtype=dtype, device=z.device)
+        """Returns the gradient by the student's E . C + bias, [n, columns], in z's memory."""
+        out = z.view(dtype)[:, : z.shape[1]]
         of_divergence, of_nll = upstream
         start(tile_gradient_kernel, (len(z),))(
             z,
@@ -123,6 +123,7 @@ class TileKernels:
             z.stride(0),
             y.stride(0),
             0 if slope is None else slope.stride(0),
+            out.stride(0),
             1 / self.temperature,
             logit_scale,
             self.beta,
@@ -142,5 +143,5 @@ class TileKernels:
 
     @staticmethod
     def _block(z: Tensor) -> dict[str, int]:
-        block = max(16, triton.next_power_of_2(z.shape[1]))
-        return {"BLOCK": block, "num_warps": min(16, max(1, block // WARP_COLUMNS))}
+        block = min(COLUMNS, max(16, triton.next_power_of_2(z.shape[1])))
+        return {"BLOCK": block, "num_warps": max(1, block // WARP_COLUMNS)}

@@ -1,6 +1,6 @@
 """Tiles of two models' logits: sums of each token, and the gradient by the student's logits.
 
-A program has one token's columns. Numbers are natural logarithms, as eager torch's.
+A program has one token's columns, some at a time. Numbers are natural logarithms, as eager torch's.
 """
 
 import triton
@@ -10,17 +10,13 @@ FORWARD_KL = tl.constexpr(0)
 REVERSE_KL = tl.constexpr(1)
 JSD = tl.constexpr(2)
 TVD = tl.constexpr(3)
+# Nats: fp32 adds nothing to a mixture by the smaller of two numbers that are further apart.
+LARGEST_RATIO = tl.constexpr(64.0)
 
 
 @triton.jit
 def finite(lse):
     return tl.where(lse == float("-inf"), 0.0, lse)
-
-
-@triton.jit
-def row_lse(x):
-    top = finite(tl.max(x, 0))
-    return top + tl.log(tl.sum(tl.exp(x - top), 0))
 
 
 @triton.jit
@@ -37,13 +33,37 @@ def log_mixture(log_ratio, log_share, log_odds):
 
 
 @triton.jit
-def load_row(z_ptr, y_ptr, num_columns, stride_z, stride_y, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < num_columns
+def load_columns(z_ptr, y_ptr, columns, num_columns, stride_z, stride_y):
+    row, inside = tl.program_id(0).to(tl.int64), columns < num_columns
     z = tl.load(z_ptr + row * stride_z + columns, mask=inside, other=float("-inf"))
     y = tl.load(y_ptr + row * stride_y + columns, mask=inside, other=float("-inf"))
-    return row, columns, inside, z, y
+    return z, y
+
+
+# Below every finite logit: what a lane has seen before its first column.
+LOWEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def raised(top, total, x):
+    """Adds a column to each lane's sum of exponentials.
+
+    Returns: the lane's largest logit so far, the sum relative to it, the new exponential, how much
+        the largest rose, and what that multiplies older exponentials by.
+    """
+    new = tl.maximum(top, x)
+    rise = new - top
+    decay, exponential = tl.exp(-rise), tl.exp(x - new)
+    return new, total * decay + exponential, exponential, rise, decay
+
+
+@triton.jit
+def over_lanes(top, total):
+    """Merges the lanes' sums. Returns: the largest logit, the sum relative to it, and each lane's
+    factor."""
+    largest = tl.max(top, 0)
+    factor = tl.exp(top - largest)
+    return largest, tl.sum(total * factor, 0), factor
 
 
 @triton.jit
@@ -74,33 +94,61 @@ def tile_sums_kernel(
     BLOCK: tl.constexpr,
 ):
     """Adds a tile's sums to those of the tiles before it."""
-    row, columns, _, z, y = load_row(z_ptr, y_ptr, num_columns, stride_z, stride_y, BLOCK)
-    a, y = z * over_temperature, y * over_temperature
-    student, teacher = row_lse(a), row_lse(y)
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    nothing, lowest = tl.zeros((BLOCK,), tl.float32), tl.full((BLOCK,), LOWEST, tl.float32)
+    # Each lane has sums of its own, so that the loop exchanges nothing between threads.
+    top_a, sum_a, top_y, sum_y, top_z, sum_z = lowest, nothing, lowest, nothing, lowest, nothing
+    ratios = nothing
+    for start in range(0, num_columns, BLOCK):
+        z, y = load_columns(z_ptr, y_ptr, start + lanes, num_columns, stride_z, stride_y)
+        a, y = z * over_temperature, y * over_temperature
+        before_a, before_y = sum_a, sum_y
+        top_a, sum_a, exp_a, rise_a, decay_a = raised(top_a, sum_a, a)
+        top_y, sum_y, exp_y, rise_y, decay_y = raised(top_y, sum_y, y)
+        if KIND == FORWARD_KL:
+            ratio = (y - top_y) - (a - top_a)
+            ratios = decay_y * (ratios - (rise_y - rise_a) * before_y)
+            ratios += tl.where(exp_y == 0, 0.0, exp_y * ratio)
+        elif KIND == REVERSE_KL:
+            ratio = (a - top_a) - (y - top_y)
+            ratios = decay_a * (ratios - (rise_a - rise_y) * before_a)
+            ratios += tl.where(exp_a == 0, 0.0, exp_a * ratio)
+        if HAS_TARGETS:
+            top_z, sum_z, _, _, _ = raised(top_z, sum_z, z)
+    largest_a, total_a, factor_a = over_lanes(top_a, sum_a)
+    largest_y, total_y, factor_y = over_lanes(top_y, sum_y)
+    student, teacher = largest_a + tl.log(total_a), largest_y + tl.log(total_y)
     student_before, teacher_before = tl.load(student_ptr + row), tl.load(teacher_ptr + row)
     all_student, all_teacher = log_add(student_before, student), log_add(teacher_before, teacher)
     if (KIND == FORWARD_KL) | (KIND == REVERSE_KL):
+        # What a lane's largest logits are above those of all lanes, of the near model over the far.
+        apart = (top_y - largest_y) - (top_a - largest_a)
         if KIND == FORWARD_KL:
-            near, far, of_near, of_far = y, a, teacher, student
+            sums, factor, total, total_far = sum_y, factor_y, total_y, total_a
+            of_near, of_far = teacher, student
             near_before, far_before = teacher_before, student_before
             all_near, all_far = all_teacher, all_student
         else:
-            near, far, of_near, of_far = a, y, student, teacher
+            apart = -apart
+            sums, factor, total, total_far = sum_a, factor_a, total_a, total_y
+            of_near, of_far = student, teacher
             near_before, far_before = student_before, teacher_before
             all_near, all_far = all_student, all_teacher
-        weight = tl.exp(near - finite(of_near))
-        ratio = near - far - (of_near - finite(of_far))
-        part = tl.sum(tl.where(weight == 0, 0.0, weight * ratio), 0)
+        ratios = tl.where(sums * factor == 0, 0.0, factor * (ratios + sums * apart))
+        part = tl.sum(ratios, 0) / total - tl.log(total) + finite(tl.log(total_far))
+        part = tl.where(total == 0, 0.0, part)
         kl = part_of_kl(tl.load(kl_ptr + row), near_before, far_before, all_near, all_far)
         kl += part_of_kl(part, of_near, of_far, all_near, all_far)
         tl.store(kl_ptr + row, kl)
     tl.store(student_ptr + row, all_student)
     tl.store(teacher_ptr + row, all_teacher)
     if HAS_TARGETS:
-        tl.store(lse_ptr + row, log_add(tl.load(lse_ptr + row), row_lse(z)))
-        is_target = columns == tl.load(target_ptr + row) - first
-        logit = tl.sum(tl.where(is_target, z, 0.0), 0)
-        is_here = tl.sum(is_target.to(tl.int32), 0) > 0
+        largest, total_z, _ = over_lanes(top_z, sum_z)
+        tl.store(lse_ptr + row, log_add(tl.load(lse_ptr + row), largest + tl.log(total_z)))
+        target = tl.load(target_ptr + row) - first
+        is_here = (target >= 0) & (target < num_columns)
+        logit = tl.load(z_ptr + row * stride_z + target, mask=is_here, other=0.0)
         tl.store(target_logit_ptr + row, logit, mask=is_here)
 
 
@@ -137,17 +185,26 @@ def tile_terms_kernel(
     BLOCK: tl.constexpr,
 ):
     """Adds a tile's `Divergences.terms`."""
-    row, _, _, z, y = load_row(z_ptr, y_ptr, num_columns, stride_z, stride_y, BLOCK)
-    log_q = z * over_temperature - tl.load(student_ptr + row)
-    log_p = y * over_temperature - tl.load(teacher_ptr + row)
-    q, p = tl.exp(log_q), tl.exp(log_p)
-    slope = slope_of(log_q, log_p, beta, log_rest, log_odds, KIND)
-    mean = tl.sum(tl.where(q == 0, 0.0, q * slope), 0)
-    if KIND == TVD:
-        value = tl.sum(tl.abs(p - q), 0) / 2
-    else:
-        log_ratio = -log_mixture(log_q - log_p, log_beta, log_odds)
-        value = beta * tl.sum(tl.where(p == 0, 0.0, p * log_ratio), 0) + mean
+    row = tl.program_id(0).to(tl.int64)
+    student, teacher = tl.load(student_ptr + row), tl.load(teacher_ptr + row)
+    lanes = tl.arange(0, BLOCK)
+    of_teacher, means = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        z, y = load_columns(z_ptr, y_ptr, start + lanes, num_columns, stride_z, stride_y)
+        log_q, log_p = z * over_temperature - student, y * over_temperature - teacher
+        q, p = tl.exp(log_q), tl.exp(log_p)
+        if KIND == TVD:
+            slope = slope_of(log_q, log_p, beta, log_rest, log_odds, KIND)
+            means += tl.where(q == 0, 0.0, q * slope)
+            of_teacher += tl.abs(p - q)
+        else:
+            # Where p is 0, q / m has reached its most: an infinite ratio would be no number.
+            log_ratio = tl.minimum(log_q - log_p, LARGEST_RATIO)
+            log_m_over_p = log_mixture(log_ratio, log_beta, log_odds)
+            means += tl.where(q == 0, 0.0, (1.0 - beta) * q * (log_ratio - log_m_over_p))
+            of_teacher -= tl.where(p == 0, 0.0, p * log_m_over_p)
+    mean = tl.sum(means, 0)
+    value = tl.sum(of_teacher, 0) / 2 if KIND == TVD else beta * tl.sum(of_teacher, 0) + mean
     tl.store(value_ptr + row, tl.load(value_ptr + row) + value)
     tl.store(mean_ptr + row, tl.load(mean_ptr + row) + mean)
 
@@ -165,12 +222,13 @@ def tile_gradient_kernel(
     upstream_ptr,  # [n] by the divergence
     nll_ptr,  # [n] by the target's cross-entropy
     scale_ptr,  # [] what the gradient is divided by
-    out_ptr,  # [n, columns], contiguous: out
+    out_ptr,  # [n, columns]: out; its rows may begin where z's do
     first,
     num_columns,
     stride_z,
     stride_y,
     stride_slope,
+    stride_out,
     over_temperature,
     logit_scale,
     beta,
@@ -183,24 +241,35 @@ def tile_gradient_kernel(
     BLOCK: tl.constexpr,
 ):
     """Computes the gradient by E . C + bias."""
-    row, columns, inside, z, y = load_row(z_ptr, y_ptr, num_columns, stride_z, stride_y, BLOCK)
-    log_q = z * over_temperature - tl.load(student_ptr + row)
-    log_p = y * over_temperature - tl.load(teacher_ptr + row)
-    q = tl.exp(log_q)
-    if KIND == FORWARD_KL:
-        grad = q - tl.exp(log_p)
-    else:
-        slope = slope_of(log_q, log_p, beta, log_rest, log_odds, KIND)
-        grad = tl.where(q == 0, 0.0, q * (slope - tl.load(mean_ptr + row)))
-    grad *= tl.load(upstream_ptr + row) * over_temperature
+    row = tl.program_id(0).to(tl.int64)
+    student, teacher = tl.load(student_ptr + row), tl.load(teacher_ptr + row)
+    mean = tl.load(mean_ptr + row)
+    upstream = tl.load(upstream_ptr + row) * over_temperature
+    factor, lse, target, scale = 0.0, 0.0, 0, logit_scale
     if HAS_NLL:
-        factor = tl.load(nll_ptr + row)
-        grad += tl.exp(z - tl.load(lse_ptr + row)) * factor
-        grad -= tl.where(columns == tl.load(target_ptr + row) - first, factor, 0.0)
-    if HAS_SLOPE:
-        grad *= tl.load(slope_ptr + row * stride_slope + columns, mask=inside, other=0.0)
-    grad *= logit_scale
+        factor, lse = tl.load(nll_ptr + row), tl.load(lse_ptr + row)
+        target = (tl.load(target_ptr + row) - first).to(tl.int32)
     if HAS_SCALE:
-        grad /= tl.load(scale_ptr)
-    at = row * num_columns + columns
-    tl.store(out_ptr + at, grad.to(out_ptr.dtype.element_ty), mask=inside)
+        scale /= tl.load(scale_ptr)
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        z, y = load_columns(z_ptr, y_ptr, columns, num_columns, stride_z, stride_y)
+        log_q, log_p = z * over_temperature - student, y * over_temperature - teacher
+        q = tl.exp(log_q)
+        if KIND == FORWARD_KL:
+            grad = q - tl.exp(log_p)
+        else:
+            slope = slope_of(log_q, log_p, beta, log_rest, log_odds, KIND)
+            grad = tl.where(q == 0, 0.0, q * (slope - mean))
+        grad *= upstream
+        if HAS_NLL:
+            grad += tl.exp(z - lse) * factor - tl.where(columns == target, factor, 0.0)
+        inside = columns < num_columns
+        if HAS_SLOPE:
+            grad *= tl.load(slope_ptr + row * stride_slope + columns, mask=inside, other=0.0)
+        grad *= scale
+        # `out` may be z's memory: no thread may write before all have read their columns.
+        tl.debug_barrier()
+        tl.store(
+            out_ptr + row * stride_out + columns, grad.to(out_ptr.dtype.element_ty), mask=inside
+        )

@@ -1,0 +1,220 @@
+"""gradient="in_forward": the loss and its gradients, of one chunk of tokens after another.
+
+A chunk's logits stay in memory from its sums to its gradients, so both heads are multiplied once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cce_dist.algorithm import in_forward
+from cce_dist.algorithm.call import Call
+from cce_dist.algorithm.in_forward import Computed
+from cce_dist.algorithm.once import once_differentiable, outside_autocast
+from cce_dist.algorithm.plan import Plan
+from cce_dist.backends.choose import TORCH
+from cce_dist.backends.torch.tiles import operand_dtype, put_product
+from cce_dist.core.types import accumulate_dtype
+from cce_dist.distillation.function import (
+    Objective,
+    Teacher,
+    merge,
+    pair_of,
+    require_equal_sizes,
+)
+from cce_dist.distillation.sweep import (
+    Pair,
+    Upstream,
+    d_logits,
+    first_pass,
+    scale_of,
+    second_pass,
+)
+from cce_dist.frontend.reduction import TokenLoss
+from cce_dist.options import TOKEN_BLOCK
+from cce_dist.ranks.gather import all_gather
+from cce_dist.ranks.transport import group_size
+
+# Chunks by default, with kernels. Of 8,192 tokens each has 768, a multiple of the tiles that cuBLAS
+# has on Hopper: the products of 896 take longer. The sum of their weight gradients may be in 16
+# bits: `MOST_ROUNDINGS`.
+NUM_CHUNKS = 11
+
+
+class _Sums(NamedTuple):
+    """The gradients of the chunks so far; None where not needed."""
+
+    hidden: Tensor | None  # [N, D] of the computed tokens
+    weight: Tensor | None  # [num_classes, D]
+    bias: Tensor | None  # [num_classes] in the accumulation dtype
+
+
+class DistillInForward(torch.autograd.Function):
+    """Outputs: the loss, []; each token's divergence and, if alpha > 0, nll, [N], whose derivatives
+    are refused."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher: Teacher,
+        call: Call,
+        objective: Objective,
+        terms: TokenLoss,
+        needs: tuple[bool, ...],
+    ):
+        """Args: needs: whether a backward may ask for the gradients by hidden, weight, bias."""
+        ctx.call, ctx.softcap_and_scale = call, teacher[3:5]
+        ctx.of_loss = of_loss = call, objective, terms, needs
+        loss, value, nll, ctx.once = _forward(hidden, weight, bias, teacher, *of_loss)
+        ctx.save_for_backward(hidden, weight, bias, *teacher[:3])
+        ctx.set_materialize_grads(False)
+        return loss, value, nll
+
+    @staticmethod
+    @once_differentiable
+    @outside_autocast
+    def backward(ctx: Any, *grads: Tensor | None):
+        hidden, weight, bias, *tensors = ctx.saved_tensors
+        (call, objective, _, _), upstream = ctx.of_loss, grads[0]
+        for name, grad in zip(("divergence", "nll"), grads[1:], strict=True):
+            if grad is not None:
+                raise RuntimeError(
+                    f'stats "{name}" cannot be differentiated with gradient="in_forward", whose '
+                    'forward computes the gradients; use gradient="filtered" or "exact"'
+                )
+        # A second backward over a retained graph finds no gradients, and computes them again.
+        computed, ctx.once = ctx.once, Computed()
+        if upstream is None:
+            return (None,) * 8
+        if computed.is_used:
+            teacher = Teacher(*tensors, *ctx.softcap_and_scale)
+            computed = _forward(hidden, weight, bias, teacher, *ctx.of_loss)[-1]
+        scale = TORCH.scale
+        if objective.takes_tiles:
+            # Triton may be missing elsewhere.
+            from cce_dist.backends.triton.grads import scale
+        out = in_forward.scaled(hidden, weight, bias, call, computed, upstream, scale)
+        return out.hidden, out.weight, out.bias, *(None,) * 5
+
+
+def _forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    teacher: Teacher,
+    call: Call,
+    objective: Objective,
+    terms: TokenLoss,
+    needs: tuple[bool, ...],  # whether hidden, weight and bias need a gradient
+) -> tuple[Tensor, Tensor, Tensor | None, Computed]:
+    """Returns the loss, each token's divergence and nll, and gradients for an upstream gradient
+    of 1. Collectives: those of `Distill.forward` for each chunk, but sequence parallelism's once;
+    and that of the hidden gradient."""
+    pair, plan = pair_of(hidden, weight, bias, teacher, call, objective), call.plan
+    num_tokens = len(pair.student)
+    size = _chunk_tokens(pair, plan)
+    require_equal_sizes(hidden, teacher, call, chunk=size)
+    value, alpha = pair.nothing(), objective.alpha
+    nll = torch.empty_like(value) if pair.has_targets else None
+    # Each token's loss is linear in its values.
+    by_token = terms.upstream(value, None).nll
+    assert by_token is not None
+    upstream = Upstream((1 - alpha) * by_token, alpha * by_token if pair.has_targets else None)
+    scale = scale_of(pair, upstream)
+    # Many roundings would be seen in a sum over chunks.
+    few = -(-num_tokens // size) <= in_forward.MOST_ROUNDINGS
+    is_narrow = pair.kernels is not None and in_forward.holds_unscaled_gradients(weight.dtype)
+    held, sums = _memory(pair, weight, call, needs, is_narrow, is_narrow and few)
+    for start in range(0, num_tokens, size):
+        at = slice(start, min(start + size, num_tokens))
+        _add_chunk(pair, at, plan, (value, nll), upstream, scale, sums, objective)
+    each = value if nll is None else (1 - alpha) * value + alpha * nll
+    loss = terms.per_token(each, each, None, slice(None)).sum()
+    if scale is not None:
+        for grad in sums:
+            if grad is not None:
+                grad.mul_(scale)
+    of_hidden = sums.hidden
+    if of_hidden is not None:
+        total = plan.hidden_sum(pair.student, of_hidden.dtype)
+        of_hidden = total.of_tokens(of_hidden, pair.student.rows)
+    return loss, value, nll, Computed(of_hidden, sums.bias, held)
+
+
+def _memory(
+    pair: Pair,
+    weight: Tensor,
+    call: Call,
+    needs: tuple[bool, ...],
+    narrow_hidden: bool,
+    narrow_weight: bool,
+) -> tuple[Tensor | None, _Sums]:
+    """Returns memory of the weight's gradient with padded rows, and of all gradients without."""
+    head, wide = pair.head, accumulate_dtype(weight.dtype)
+    hidden = held = rows = bias = None
+    if needs[0]:
+        # Ranks add up what is not rounded yet.
+        narrow = narrow_hidden and group_size(call.plan.group) == 1
+        shape = len(pair.student), weight.shape[1]
+        hidden = weight.new_zeros(shape, dtype=weight.dtype if narrow else wide)
+    if needs[1]:
+        held, rows = in_forward.memory_of_weight(call, weight, narrow=narrow_weight)
+        if not len(pair.student):
+            rows.zero_()
+    if needs[2]:
+        bias = weight.new_zeros(head.weight.shape[0], dtype=wide)
+    return held, _Sums(hidden, rows, bias)
+
+
+def _add_chunk(
+    pair: Pair,
+    at: slice,
+    plan: Plan,
+    values: tuple[Tensor, Tensor | None],  # divergence and nll, [N]: written
+    upstream: Upstream,
+    scale: Tensor | None,
+    sums: _Sums,
+    objective: Objective,
+) -> None:
+    """Computes the tokens `at`. The chunk's logits are freed when it returns."""
+    chunk, divergences = pair.of_tokens(at.start, at.stop), objective.divergences
+    merged = merge(first_pass(chunk), divergences, plan, has_targets=pair.has_targets)
+    value = mean = merged.sums.kl
+    if divergences.passes == 2:
+        parts = all_gather(torch.stack(second_pass(chunk, merged.sums)), plan.group)
+        value, mean = parts.sum(0).unbind(0)
+    values[0][at] = value
+    if values[1] is not None:
+        values[1][at] = merged.lse - merged.target_logit
+    if chunk.whole is None or all(x is None for x in sums):
+        return
+    of_chunk = Upstream(*(None if x is None else x[at] for x in upstream))  # pyright: ignore[reportArgumentType]
+    vectors = (*merged.sums[:2], mean, merged.lse)
+    grad = d_logits(chunk, chunk.whole, vectors, of_chunk, scale, wide=sums.bias is not None)
+    if sums.bias is not None:
+        sums.bias.add_(grad.sum(0))
+    weight, hidden = pair.head.weight, chunk.student.hidden
+    operands = operand_dtype(weight)
+    grad = grad.to(operands)
+    if sums.hidden is not None:
+        put_product(sums.hidden[at], grad, weight.to(operands), accumulate=False)
+    if sums.weight is not None:
+        put_product(sums.weight, grad.T, hidden.to(operands), accumulate=at.start > 0)
+
+
+def _chunk_tokens(pair: Pair, plan: Plan) -> int:
+    """Returns the number of tokens in a chunk: as `in_forward.chunk_tokens`, of both models."""
+    num_tokens, ranks = len(pair.student), group_size(plan.group)
+    columns = -(-plan.shard.vocab_size // ranks)
+    most = plan.options.workspace_for(num_tokens) // (pair.bytes_of_logits * columns * TOKEN_BLOCK)
+    if pair.kernels is None:
+        most = min(most, -(-num_tokens // (4 * TOKEN_BLOCK)))
+    elif plan.options.workspace_bytes is None:
+        most = max(most, -(-num_tokens // (NUM_CHUNKS * TOKEN_BLOCK)))
+    return in_forward.even_chunks(num_tokens, most)
