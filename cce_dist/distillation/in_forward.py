@@ -184,7 +184,8 @@ def _add_chunk(
 ) -> None:
     """Computes the tokens `at`. The chunk's logits are freed when it returns."""
     chunk, divergences = pair.of_tokens(at.start, at.stop), objective.divergences
-    merged = merge(first_pass(chunk), divergences, plan, has_targets=pair.has_targets)
+    of_ranks = {"has_targets": pair.has_targets, "checks": at.start == 0}
+    merged = merge(first_pass(chunk), divergences, plan, **of_ranks)
     value = mean = merged.sums.kl
     if divergences.passes == 2:
         parts = all_gather(torch.stack(second_pass(chunk, merged.sums)), plan.group)
