@@ -129,10 +129,7 @@ class Distill(torch.autograd.Function):
         pair = pair_of(hidden, weight, bias, teacher, call, objective)
         first, divergences = first_pass(pair), pair.divergences
         merged = merge(first, divergences, plan, has_targets=pair.has_targets)
-        value = mean = merged.sums.kl
-        if pair.divergences.passes == 2:
-            parts = all_gather(torch.stack(second_pass(pair, merged.sums)), plan.group)
-            value, mean = parts.sum(0).unbind(0)
+        value, mean = value_and_mean(pair, merged.sums, plan)
         nll = merged.lse - merged.target_logit if pair.has_targets else None
         vectors = (merged.sums.student, merged.sums.teacher, mean, merged.lse)
         ctx.softcap_and_scale = teacher[3:5]
@@ -170,6 +167,19 @@ class Distill(torch.autograd.Function):
             part = part if not total.is_local else part.to(total.part_dtype)
             grad_hidden = total.of_tokens(part, pair.student.rows).to(hidden.dtype)
         return grad_hidden, target.returned, pad_bias(of_bias, bias), None, None, None
+
+
+def value_and_mean(pair: Pair, sums: Sums, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Returns each token's divergence and the mean slope of `Divergences.derivative`, [N].
+
+    Args: sums: merged. Collectives: with two passes one all-gather of 2 N numbers.
+    """
+    if pair.divergences.passes == 1:
+        return sums.kl, sums.kl
+    value, mean = second_pass(pair, sums)
+    if plan.group is not None:
+        value, mean = all_gather(torch.stack((value, mean)), plan.group).sum(0)
+    return value, mean
 
 
 def pair_of(

@@ -24,6 +24,7 @@ from cce_dist.distillation.function import (
     merge,
     pair_of,
     require_equal_sizes,
+    value_and_mean,
 )
 from cce_dist.distillation.sweep import (
     Pair,
@@ -31,11 +32,9 @@ from cce_dist.distillation.sweep import (
     d_logits,
     first_pass,
     scale_of,
-    second_pass,
 )
 from cce_dist.frontend.reduction import TokenLoss
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.ranks.gather import all_gather
 from cce_dist.ranks.transport import group_size
 
 # Chunks by default, with kernels. Of 8,192 tokens each has 768, a multiple of the tiles that cuBLAS
@@ -133,7 +132,7 @@ def _forward(
     held, sums = _memory(pair, weight, call, needs, is_narrow, is_narrow and few)
     for start in range(0, num_tokens, size):
         at = slice(start, min(start + size, num_tokens))
-        _add_chunk(pair, at, plan, (value, nll), upstream, scale, sums, objective)
+        _add_chunk(pair, at, plan, (value, nll), upstream, scale, sums)
     each = value if nll is None else (1 - alpha) * value + alpha * nll
     loss = terms.per_token(each, each, None, slice(None)).sum()
     if scale is not None:
@@ -180,16 +179,12 @@ def _add_chunk(
     upstream: Upstream,
     scale: Tensor | None,
     sums: _Sums,
-    objective: Objective,
 ) -> None:
     """Computes the tokens `at`. The chunk's logits are freed when it returns."""
-    chunk, divergences = pair.of_tokens(at.start, at.stop), objective.divergences
+    chunk = pair.of_tokens(at.start, at.stop)
     of_ranks = {"has_targets": pair.has_targets, "checks": at.start == 0}
-    merged = merge(first_pass(chunk), divergences, plan, **of_ranks)
-    value = mean = merged.sums.kl
-    if divergences.passes == 2:
-        parts = all_gather(torch.stack(second_pass(chunk, merged.sums)), plan.group)
-        value, mean = parts.sum(0).unbind(0)
+    merged = merge(first_pass(chunk), pair.divergences, plan, **of_ranks)
+    value, mean = value_and_mean(chunk, merged.sums, plan)
     values[0][at] = value
     if values[1] is not None:
         values[1][at] = merged.lse - merged.target_logit

@@ -115,7 +115,8 @@ class FirstPass(NamedTuple):
     """Sums over this rank's columns, [N] each."""
 
     sums: Sums
-    lse: Tensor  # of the student at temperature 1; -inf unless `has_targets`
+    # Of the student at temperature 1; anything unless `has_targets`. So is the next.
+    lse: Tensor
     target_logit: Tensor  # 0 where the target is not of this shard
     # [1] above 0 where columns' logits of the teacher are in full precision; None: all are
     full: Tensor | None = None
@@ -124,7 +125,9 @@ class FirstPass(NamedTuple):
 def first_pass(pair: Pair) -> FirstPass:
     nothing = pair.nothing()
     total = Sums(nothing, nothing.clone(), torch.zeros_like(nothing))
-    lse, target_logit = nothing.clone(), torch.zeros_like(nothing)
+    lse, target_logit = total.student, total.kl
+    if pair.has_targets:
+        lse, target_logit = nothing.clone(), torch.zeros_like(nothing)
     local_targets = pair.student.local_targets
     for tile in pair.tiles():
         at = tile.tokens
