@@ -10,8 +10,6 @@ FORWARD_KL = tl.constexpr(0)
 REVERSE_KL = tl.constexpr(1)
 JSD = tl.constexpr(2)
 TVD = tl.constexpr(3)
-# Nats: fp32 adds nothing to a mixture by the smaller of two numbers that are further apart.
-LARGEST_RATIO = tl.constexpr(64.0)
 
 
 @triton.jit
@@ -198,11 +196,13 @@ def tile_terms_kernel(
             means += tl.where(q == 0, 0.0, q * slope)
             of_teacher += tl.abs(p - q)
         else:
-            # Where p is 0, q / m has reached its most: an infinite ratio would be no number.
-            log_ratio = tl.minimum(log_q - log_p, LARGEST_RATIO)
-            log_m_over_p = log_mixture(log_ratio, log_beta, log_odds)
-            means += tl.where(q == 0, 0.0, (1.0 - beta) * q * (log_ratio - log_m_over_p))
-            of_teacher -= tl.where(p == 0, 0.0, p * log_m_over_p)
+            # log(m / p) and log(m / q): `log_mixture` both ways, by one exponential.
+            rest = log_q - log_p + log_odds
+            shared = tl.log(1.0 + tl.exp(-tl.abs(rest)))
+            m_over_p = log_beta + tl.maximum(rest, 0.0) + shared
+            m_over_q = log_rest + tl.maximum(-rest, 0.0) + shared
+            means -= tl.where(q == 0, 0.0, (1.0 - beta) * q * m_over_q)
+            of_teacher -= tl.where(p == 0, 0.0, p * m_over_p)
     mean = tl.sum(means, 0)
     value = tl.sum(of_teacher, 0) / 2 if KIND == TVD else beta * tl.sum(of_teacher, 0) + mean
     tl.store(value_ptr + row, tl.load(value_ptr + row) + value)
