@@ -79,7 +79,7 @@ class _Heads:
             teacher=(replace(tokens, hidden=of_teacher), teacher_head),
             rule=ColumnFilter(plan.threshold, False, plan.options.filter.tail, plan.options.draws),
             screen=screen,
-            reverse=objective.divergences.name != "forward_kl",
+            reverse=objective.divergences.has_mean,
             beta=objective.divergences.beta if objective.divergences.passes == 2 else None,
             room=plan.room(tokens, head),
         )
@@ -185,7 +185,7 @@ class DistillByKernels(torch.autograd.Function):
         teacher = Teacher(*saved[:3], *ctx.softcap_and_scale)
         lse, teacher_lse, target_logit, *tensors = saved[3:]
         call, objective, needs = ctx.call, ctx.objective, ctx.needs_input_grad
-        number = int(objective.divergences.name != "forward_kl")
+        number = int(objective.divergences.has_mean)
         mean, tensors = tensors[:number], tensors[number:]
         scores = put_together(ctx.scores, iter(tensors))
         of_divergence, of_nll = grads[:2]

@@ -74,7 +74,7 @@ def is_by_kernels(plan: Plan) -> bool:
 
 def num_vectors(plan: Plan, objective: Objective) -> int:
     """Returns the number of vectors of tokens that the autograd function saves."""
-    return 3 if is_by_kernels(plan) and objective.divergences.name == "forward_kl" else 4
+    return 3 if is_by_kernels(plan) and not objective.divergences.has_mean else 4
 
 
 @torch.compiler.assume_constant_result

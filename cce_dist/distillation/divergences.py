@@ -44,6 +44,11 @@ class Divergences:
         return self.name != "tvd"
 
     @property
+    def has_mean(self) -> bool:
+        """Its derivative has a mean of log ratios, weighed by the student's probabilities."""
+        return self.name != "forward_kl"
+
+    @property
     def is_reverse(self) -> bool:
         return self.name == "reverse_kl"
 
@@ -108,7 +113,7 @@ class Divergences:
         """
         log_q, log_p = a - sums.student[:, None], y - sums.teacher[:, None]
         q = log_q.exp()
-        if self.name == "forward_kl":
+        if not self.has_mean:
             return q - log_p.exp()
         centred = self.slopes(log_q, log_p) - mean[:, None]
         return (q * centred).masked_fill(q == 0, 0)

@@ -41,6 +41,9 @@ from cce_dist.ranks.transport import group_size
 # has on Hopper: the products of 896 take longer. The sum of their weight gradients may be in 16
 # bits: `MOST_ROUNDINGS`.
 NUM_CHUNKS = 11
+# Of the logits of a chunk by default, with kernels, if an eleventh of the tokens has fewer: on a
+# small head the launches of many chunks would take longer than the device.
+LEAST_BYTES = 2**29
 
 
 class _Sums(NamedTuple):
@@ -207,10 +210,13 @@ def _add_chunk(
 def _chunk_tokens(pair: Pair, plan: Plan) -> int:
     """Returns the number of tokens in a chunk: as `in_forward.chunk_tokens`, of both models."""
     num_tokens, ranks = len(pair.student), group_size(plan.group)
-    columns = -(-plan.shard.vocab_size // ranks)
-    most = plan.options.workspace_for(num_tokens) // (pair.bytes_of_logits * columns * TOKEN_BLOCK)
+    columns, room = -(-plan.shard.vocab_size // ranks), plan.options.workspace_for(num_tokens)
+    by_default = pair.kernels is not None and plan.options.workspace_bytes is None
+    if by_default:
+        room = max(room, LEAST_BYTES)
+    most = room // (pair.bytes_of_logits * columns * TOKEN_BLOCK)
     if pair.kernels is None:
         most = min(most, -(-num_tokens // (4 * TOKEN_BLOCK)))
-    elif plan.options.workspace_bytes is None:
+    elif by_default:
         most = max(most, -(-num_tokens // (NUM_CHUNKS * TOKEN_BLOCK)))
     return in_forward.even_chunks(num_tokens, most)

@@ -128,8 +128,9 @@ def linear_distillation(
             the product of their marginals, but not for "tvd"; "exact" computes every column.
             "in_forward" does so within the forward, and multiplies both heads once: the logits of a
             chunk of tokens, 8 bytes each of both models, with a softcap 16, stay until their
-            gradients are there. Chunks have an eleventh of the tokens, or what fits the workspace.
-            It needs a scalar loss; within torch.compile it is "exact".
+            gradients are there. A chunk's take what fits the workspace; by default 512 MiB, or
+            those of an eleventh of the tokens if that is more. It needs a scalar loss; within
+            torch.compile it is "exact".
         filter: of "filtered", `Filter` of both models' mass, without `eps`: of their sum; for
             reverse KL of the student's plus the size of the sum over the block of q log(q / p), for
             "jsd" of q log(q / m).
