@@ -141,7 +141,7 @@ class _Loss:
             "cce_dist.linear_cross_entropy, gradient %r, backend %r, computes the log-"
             "probabilities of TRL %s in place of trl.kernels.%s; "
             "cce_dist.integrations.trl.remove() switches it off",
-            self.options.gradient,
+            keywords_of(self.options, of_tokens=True)["gradient"],
             "torch" if chosen is TORCH else "triton",
             _version(),
             FUNCTION,
@@ -167,7 +167,8 @@ def apply(**options: object) -> Status:
 
     Args: gradient, filter, logits, screen, backend, workspace_bytes and keep_logits of
         `cce_dist.linear_cross_entropy`, which has their defaults; `linear_distillation` takes
-        gradient, filter, backend and workspace_bytes.
+        gradient, filter, backend and workspace_bytes. Only GKDTrainer's loss is a scalar: others
+        have gradient "filtered" for "in_forward".
     Raises:
         PatchError: TRL is missing or its function is not as expected; the message says what was
             expected and what came. Or another call has applied other options.
@@ -177,7 +178,7 @@ def apply(**options: object) -> Status:
     unknown = sorted(set(options) - set(TAKEN))
     if unknown:
         raise ValueError(f"cce_dist.integrations.trl takes the options {TAKEN}, got {unknown}")
-    wanted = LossOptions(reduction="none", **options)  # pyright: ignore[reportArgumentType]
+    wanted = LossOptions(**options)  # pyright: ignore[reportArgumentType]
     loss = _State.loss
     if loss is None:
         utils, original = _find_seam()

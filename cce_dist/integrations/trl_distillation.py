@@ -123,9 +123,10 @@ class Distillation:
                 *(self.version, trainer, instead),
             )
 
-    def _keywords(self, beta: float) -> dict[str, Any]:
-        """Returns options of `linear_distillation`. TRL's beta between 0 and 1 is its `beta`."""
-        keywords = keywords_of(self.options, of_tokens=True)
+    def _keywords(self, beta: float, *, of_tokens: bool) -> dict[str, Any]:
+        """Returns options of `linear_distillation`. TRL's beta between 0 and 1 is its `beta`. Args:
+        of_tokens: see `keywords_of`."""
+        keywords = keywords_of(self.options, of_tokens=of_tokens)
         keywords = {x: keywords[x] for x in ("gradient", "filter", "backend", "workspace_bytes")}
         if beta == 0:
             return {**keywords, "divergence": "forward_kl", "logits": self.options.logits}
@@ -167,7 +168,7 @@ class Distillation:
         teacher_scale, teacher_softcap = in_our_order(
             teacher_logit_scale, teacher_final_logit_softcapping, 1.0
         )
-        keywords = self._keywords(beta)
+        keywords = self._keywords(beta, of_tokens=True)
         self._count("DistillationTrainer", f"{KERNELS}.{FUNCTION}", keywords)
         divergence: Any = linear_distillation(
             student_hidden,
@@ -272,7 +273,8 @@ class Distillation:
         deferred = student_logits, teacher_logits
         is_deferred = all(isinstance(x, DeferredLogits) and not x.is_computed for x in deferred)
         if is_deferred and (num_items_in_batch is not None or reduction in REDUCTIONS):
-            keywords = {**self._keywords(beta), "temperature": temperature, "reduction": "sum"}
+            keywords = self._keywords(beta, of_tokens=False)
+            keywords |= {"temperature": temperature, "reduction": "sum"}
             instead = f"{GKD}.{TRAINER}.generalized_jsd_loss"
             self._count(TRAINER, instead, keywords)
             targets = None if labels is None else torch.where(labels == IGNORED, IGNORED, 0)

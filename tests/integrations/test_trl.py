@@ -419,16 +419,25 @@ def test_apply_remove_status() -> None:
     assert patch.status().options == options
 
 
+def test_losses_of_tokens_are_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(patch.logger, "info", lambda line, *args: lines.append(line % args))
+    with patch.patched():
+        expected = results_of(inputs())
+    with patch.patched(gradient="in_forward"):
+        torch.testing.assert_close(results_of(inputs()), expected, rtol=0, atol=0)
+    assert sum("gradient 'filtered'" in line for line in lines) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"gradient": "exact", "z_loss": 1.0}, r"takes the options .*, got \['z_loss'\]"),
         ({"gradient": "exact", "logits": "screened"}, "screened.* needs a filter"),
-        ({"gradient": "in_forward"}, "the loss must be a scalar"),
         ({"backend": "cuda"}, "backend must be one of"),
         ({"gradient": "exact", "filter": Filter(keep=0.1)}, "filter=.* has no effect"),
     ],
-    ids=["unknown", "screened", "in_forward", "backend", "filter"],
+    ids=["unknown", "screened", "backend", "filter"],
 )
 def test_apply_refuses(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -116,7 +116,7 @@ def test_function(case: str, beta: float) -> None:
 
 @pytest.mark.parametrize(("beta", "logits"), [(0.0, "screened"), (0.5, None), (1.0, None)], ids=str)
 def test_screened_logits_are_those_of_forward_kl(beta: float, logits: str | None) -> None:
-    keywords = Distillation(LossOptions(logits="screened"), "1.16")._keywords(beta)
+    keywords = Distillation(LossOptions(logits="screened"), "1.16")._keywords(beta, of_tokens=True)
     assert keywords.get("logits") == logits
     tensors = [None if x is None else x.bfloat16() for x in inputs()]
     with patch.patched(logits="screened"):
