@@ -21,7 +21,7 @@ from tests.docs.recipe_cases import DOCS, close, head_of, made
 GUIDE = DOCS / "guide"
 # keep_logits needs the Triton kernels, Schedule1F1B a pipeline.
 NOT_HERE = ("keep_logits", "Schedule", "PipelineHead", "TiedEmbedding", "megatron_patch", "import ")
-PAGES = ("start", "modes", "options", "recipes")
+PAGES = ("start", "modes", "options", "recipes", "losses/distillation")
 
 
 def blocks(page: str) -> list[str]:
