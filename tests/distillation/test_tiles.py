@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cce_dist import VocabShard
 from cce_dist.backends.triton.teacher.tiles import TileKernels
+from cce_dist.distillation.divergences import Divergences
 from cce_dist.testing import DTYPES, Place, shared_pool
 from tests.distillation.test_by_kernels import BY_PLACE, gradients, wide_leaves
 from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, error
@@ -101,6 +102,20 @@ def test_masked_ids(divergence: str) -> None:
     for mine, right in zip(results[1], results[0], strict=True):
         assert not mine.isnan().any()
         assert error(mine, right.double()) < 1e-5
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+def test_an_infinite_ratio_of_no_mass(divergence: str) -> None:
+    """One model masks an id. The other gives it a logit, which the next one of its lane, 2,048
+    columns on, makes too small for an exponential."""
+    z, y = torch.zeros(2, 4000), torch.zeros(2, 4000)
+    near, far = (y, z) if divergence == "forward_kl" else (z, y)
+    far[:, 5], near[:, 5 + 2048] = -torch.inf, 200.0
+    nothing = torch.full((2,), -torch.inf)
+    totals = (nothing, nothing.clone(), torch.zeros(2))
+    TileKernels(divergence, 0.5, 1.0).add_sums(z, y, 0, totals, None)
+    expected = Divergences(divergence, 0.5).sums(z, y)  # pyright: ignore[reportArgumentType]
+    torch.testing.assert_close(totals, tuple(expected))
 
 
 def test_each_value_alone_has_its_gradient() -> None:

@@ -56,6 +56,13 @@ def raised(top, total, x):
 
 
 @triton.jit
+def moved(ratios, rise, total, decay):
+    """Moves sums of exponentials times log ratios to the new largest logits. A sum of infinite
+    ratios whose exponentials underflow is 0."""
+    return tl.where(decay == 0, 0.0, decay * (ratios - rise * total))
+
+
+@triton.jit
 def over_lanes(top, total):
     """Merges the lanes' sums. Returns: the largest logit, the sum relative to it, and each lane's
     factor."""
@@ -106,11 +113,11 @@ def tile_sums_kernel(
         top_y, sum_y, exp_y, rise_y, decay_y = raised(top_y, sum_y, y)
         if KIND == FORWARD_KL:
             ratio = (y - top_y) - (a - top_a)
-            ratios = decay_y * (ratios - (rise_y - rise_a) * before_y)
+            ratios = moved(ratios, rise_y - rise_a, before_y, decay_y)
             ratios += tl.where(exp_y == 0, 0.0, exp_y * ratio)
         elif KIND == REVERSE_KL:
             ratio = (a - top_a) - (y - top_y)
-            ratios = decay_a * (ratios - (rise_a - rise_y) * before_a)
+            ratios = moved(ratios, rise_a - rise_y, before_a, decay_a)
             ratios += tl.where(exp_a == 0, 0.0, exp_a * ratio)
         if HAS_TARGETS:
             top_z, sum_z, _, _, _ = raised(top_z, sum_z, z)
