@@ -219,18 +219,14 @@ def pair_of(
     )
 
 
-def require_equal_sizes(hidden: Tensor, teacher: Teacher, call: Call, *, chunk: int = 0) -> None:
+def require_equal_sizes(hidden: Tensor, teacher: Teacher, call: Call) -> None:
     """Checks that all ranks are about to send tensors of the same sizes. Collectives: those of
-    `gather.require_same_sizes`.
-
-    Args: chunk: the tokens of one, if there are chunks.
-    """
+    `gather.require_same_sizes`."""
     sizes = {
         "rows of hidden": len(hidden),
         "D of hidden": hidden.shape[1],
         "D of teacher_hidden": teacher.hidden.shape[1],
         "tokens to compute (not ignored)": len(call.local_targets),
-        "tokens of a chunk, which follow from workspace_bytes": chunk,
     }
     require_same_sizes(sizes, hidden.device, call.plan.group)
 

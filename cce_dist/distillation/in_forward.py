@@ -35,6 +35,7 @@ from cce_dist.distillation.sweep import (
 )
 from cce_dist.frontend.reduction import TokenLoss
 from cce_dist.options import TOKEN_BLOCK
+from cce_dist.ranks.gather import require_same_sizes
 from cce_dist.ranks.transport import group_size
 
 # Chunks by default, with kernels. Of 8,192 tokens each has 768, a multiple of the tiles that cuBLAS
@@ -74,7 +75,8 @@ class DistillInForward(torch.autograd.Function):
         ctx.call, ctx.softcap_and_scale = call, teacher[3:5]
         ctx.of_loss = of_loss = call, objective, terms, needs
         loss, value, nll, ctx.once = _forward(hidden, weight, bias, teacher, *of_loss)
-        ctx.save_for_backward(hidden, weight, bias, *teacher[:3])
+        # token_weight may be the caller's memory: autograd refuses a backward after a write to it.
+        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], terms.token_weight)
         ctx.set_materialize_grads(False)
         return loss, value, nll
 
@@ -82,7 +84,7 @@ class DistillInForward(torch.autograd.Function):
     @once_differentiable
     @outside_autocast
     def backward(ctx: Any, *grads: Tensor | None):
-        hidden, weight, bias, *tensors = ctx.saved_tensors
+        hidden, weight, bias, *tensors, _ = ctx.saved_tensors
         (call, objective, _, _), upstream = ctx.of_loss, grads[0]
         for name, grad in zip(("divergence", "nll"), grads[1:], strict=True):
             if grad is not None:
@@ -116,12 +118,14 @@ def _forward(
     needs: tuple[bool, ...],  # whether hidden, weight and bias need a gradient
 ) -> tuple[Tensor, Tensor, Tensor | None, Computed]:
     """Returns the loss, each token's divergence and nll, and gradients for an upstream gradient
-    of 1. Collectives: those of `Distill.forward` for each chunk, but sequence parallelism's once;
-    and that of the hidden gradient."""
+    of 1. Collectives: those of `pair_of`; for each chunk those of `merge` and `value_and_mean`; and
+    the sum of the hidden gradient."""
+    require_equal_sizes(hidden, teacher, call)
     pair, plan = pair_of(hidden, weight, bias, teacher, call, objective), call.plan
     num_tokens = len(pair.student)
     size = _chunk_tokens(pair, plan)
-    require_equal_sizes(hidden, teacher, call, chunk=size)
+    of_chunk = {"tokens of a chunk, which follow from workspace_bytes": size}
+    require_same_sizes(of_chunk, hidden.device, plan.group)
     value, alpha = pair.nothing(), objective.alpha
     nll = torch.empty_like(value) if pair.has_targets else None
     # Each token's loss is linear in its values.
@@ -144,7 +148,8 @@ def _forward(
                 grad.mul_(scale)
     of_hidden = sums.hidden
     if of_hidden is not None:
-        total = plan.hidden_sum(pair.student, of_hidden.dtype)
+        # Ranks add up what is not rounded, and round the sum.
+        total = plan.hidden_sum(pair.student, weight.dtype if is_narrow else of_hidden.dtype)
         of_hidden = total.of_tokens(of_hidden, pair.student.rows)
     return loss, value, nll, Computed(of_hidden, sums.bias, held)
 
@@ -161,7 +166,6 @@ def _memory(
     head, wide = pair.head, accumulate_dtype(weight.dtype)
     hidden = held = rows = bias = None
     if needs[0]:
-        # Ranks add up what is not rounded yet.
         narrow = narrow_hidden and group_size(call.plan.group) == 1
         shape = len(pair.student), weight.shape[1]
         hidden = weight.new_zeros(shape, dtype=weight.dtype if narrow else wide)

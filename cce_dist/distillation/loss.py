@@ -65,8 +65,9 @@ class DistillationOutput(NamedTuple):
     """
 
     loss: Tensor
-    divergence: Tensor | None = None  # nats, at `temperature`; differentiable
-    nll: Tensor | None = None  # of the target at temperature 1; differentiable
+    # Nats, at `temperature`. Differentiable, unless the gradient is "in_forward"; so is the next.
+    divergence: Tensor | None = None
+    nll: Tensor | None = None  # of the target at temperature 1
     screened: Tensor | None = None  # [] bool: all ranks' teacher logits were computed in 8 bits
 
 
@@ -127,10 +128,10 @@ def linear_distillation(
         gradient: "filtered" lets the kernels replace columns where both models have little mass by
             the product of their marginals, but not for "tvd"; "exact" computes every column.
             "in_forward" does so within the forward, and multiplies both heads once: the logits of a
-            chunk of tokens, 8 bytes each of both models, with a softcap 16, stay until their
-            gradients are there. A chunk's take what fits the workspace; by default 512 MiB, or
-            those of an eleventh of the tokens if that is more. It needs a scalar loss; within
-            torch.compile it is "exact".
+            chunk of tokens stay until their gradients are there. A column of a token takes 8 bytes
+            for both models, 12 with a softcap of the student. A chunk takes what fits the
+            workspace, which must be the same on all ranks; by default 512 MiB, or an eleventh of
+            the tokens if that is more. It needs a scalar loss; within torch.compile it is "exact".
         filter: of "filtered", `Filter` of both models' mass, without `eps`: of their sum; for
             reverse KL of the student's plus the size of the sum over the block of q log(q / p), for
             "jsd" of q log(q / m).
@@ -157,8 +158,8 @@ def linear_distillation(
         one of 8 N for "jsd" and "tvd"; for KLs kernels eight of 4 N before it. Backward those of
         `linear_cross_entropy`. With alpha and a temperature that is not 1 kernels also take those
         of `linear_cross_entropy` for the nll. With sequence_parallel all-gathers of both hidden
-        states in forward and backward. "in_forward": all in the forward, its all-gathers of
-        each chunk.
+        states in forward and backward. "in_forward" takes all of them in the forward: the
+        all-gathers of sums for each chunk, the others once.
     Errors: on Hopper, in 16 bits and without softcaps, a token's KL is off by some 1e-4 nats, "jsd"
         by 2e-5, and may be below 0 between nearly equal models; gradients do not depend on it. With
         screened logits it is off by some 1e-3 nats, and gradients err by some 2e-3 to 5e-3 more.
@@ -311,10 +312,11 @@ def _checked(
         )
     filters = checked.filter != Filter() and checked.filters
     if checked.gradient == "in_forward" and (filters or checked.logits != "full"):
+        name = "filter" if filters else "logits"
         raise ValueError(
-            f"filter={checked.filter!r} and logits={checked.logits!r} of linear_distillation have "
-            'no effect with gradient="in_forward", which computes every column of full logits: use '
-            'gradient="filtered", or leave them out'
+            f"{name}={getattr(checked, name)!r} of linear_distillation has no effect with "
+            'gradient="in_forward", which computes every column of full logits: use '
+            f'gradient="filtered", or leave {name} out'
         )
     scales = {"logit_scale": checked.logit_scale, "teacher_logit_scale": of_logits[1]}
     for name, scale in scales.items():

@@ -64,10 +64,11 @@ class Pair:
         """The bytes that a token's logits of one column take until their gradient is there."""
         if self.kernels is None:
             return TILES_OVER * TILES_ALIVE * accumulate_dtype(self.head.weight.dtype).itemsize
-        # Both models' logits, of which the student's become the gradient; a softcap's slope, and
-        # what it is computed by.
-        has_softcap = self.head.softcap is not None or self.teacher_head.softcap is not None
-        return (2 + 2 * has_softcap) * self.dtype.itemsize
+        # Both models' logits, of which the student's become the gradient; the softcap's slope; of a
+        # gradient that a bias sums in full precision the rounded one.
+        numbers = 2 + (self.head.softcap is not None)
+        rounded = 0 if self.head.bias is None else operand_dtype(self.head.weight).itemsize
+        return numbers * self.dtype.itemsize + rounded
 
     def of_tokens(self, start: int, stop: int) -> Pair:
         """Returns the pair of some tokens, with all their logits in memory."""
@@ -85,7 +86,7 @@ class Pair:
 
     def _tiles_of(self, size: TileSize) -> Iterator[Tile]:
         of_student = exact_tiles(self.student, self.head)
-        of_teacher = exact_tiles(self.teacher, self.teacher_head)
+        of_teacher = exact_tiles(self.teacher, self.teacher_head, wants_slope=False)
         for first, last in spans(self.head.weight.shape[0], size.columns):
             student, teacher = of_student(first, last), of_teacher(first, last)
             for start, stop in spans(len(self.student), size.tokens):

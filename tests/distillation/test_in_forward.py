@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cce_dist import Filter, VocabShard
+from cce_dist.backends.triton.teacher import tiles
 from cce_dist.distillation import in_forward
 from cce_dist.testing import DTYPES, Place, shared_pool
 from tests.distillation.test_by_kernels import BY_PLACE, wide_leaves
@@ -49,6 +50,12 @@ def loss_of(each: Tensor, targets: Tensor, options: dict[str, Any]) -> Tensor:
 def grads_of(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     grads = torch.autograd.grad(UPSTREAM * loss, list(leaves.values()), retain_graph=True)
     return dict(zip(leaves, grads, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program goes over a row's columns in several steps."""
+    monkeypatch.setattr(tiles, "COLUMNS", 256)
 
 
 @pytest.fixture
@@ -104,6 +111,17 @@ def test_a_second_backward_has_the_same_gradients(chunks: list[slice]) -> None:
     for name, grad in grads_of(loss, leaves).items():
         assert torch.equal(grad, first[name]), name
     assert len(chunks) == 2 * computed
+
+
+def test_a_write_to_the_weights_of_tokens_is_seen() -> None:
+    both = Both.make(torch.float32)
+    both = replace(both, targets=both.targets.clamp_min(0))
+    leaves, weights = both.leaves(), torch.ones(both.targets.shape)
+    loss = run(both, leaves, token_weight=weights, shift=0).loss
+    grads_of(loss, leaves)
+    weights.fill_(3.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        grads_of(loss, leaves)
 
 
 def test_gradients_that_nobody_needs() -> None:
@@ -182,13 +200,31 @@ def test_ranks_with_other_chunks_are_refused() -> None:
         assert "tokens of a chunk, which follow from workspace_bytes" in message
 
 
+def of_another_teacher(group: Any, both: Both) -> str:
+    """The teacher's hidden states are wider on one rank."""
+    if torch.distributed.get_rank(group):
+        wide = torch.cat([both.teacher_hidden] * 2, -1)
+        both = replace(both, teacher_hidden=wide, teacher_weight=both.teacher_weight.repeat(1, 2))
+    options = {"gradient": "in_forward", "reduction": "mean", "backend": "torch"}
+    try:
+        on_a_rank(group, both, True, options)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_of_other_sizes_are_refused() -> None:
+    for message in shared_pool().run(2, of_another_teacher, Both.make(torch.float32)):
+        assert "must be called with tensors of the same sizes" in message
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no scalar": ({"reduction": "none"}, '^gradient="in_forward" .* must be a scalar, got'),
     "a filter": (
         {"filter": Filter(keep=0.01)},
-        '^filter=Filter.*have no effect with gradient="in_forward".*use gradient="filtered"',
+        '^filter=Filter.*has no effect with gradient="in_forward".*use gradient="filtered"',
     ),
-    "screened": ({"logits": "screened"}, "logits='screened' of linear_distillation have no"),
+    "screened": ({"logits": "screened"}, "^logits='screened' of linear_distillation has no"),
 }
 
 

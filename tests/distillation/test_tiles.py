@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import VocabShard
-from cce_dist.backends.triton.teacher.tiles import TileKernels
+from cce_dist.backends.triton.teacher import tiles
+from cce_dist.backends.triton.teacher.tiles import COLUMNS, TileKernels
 from cce_dist.distillation.divergences import Divergences
-from cce_dist.testing import DTYPES, Place, shared_pool
-from tests.distillation.test_by_kernels import BY_PLACE, gradients, wide_leaves
+from cce_dist.testing import DTYPES, TRITON_PLACES, Place, shared_pool
+from tests.distillation.test_by_kernels import BY_PLACE, MARKS, gradients, wide_leaves
 from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, error
 
 # Relative: logits and sums are fp32, d_logits have the operands' digits.
@@ -47,6 +48,12 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("add_sums", "add_terms", "gradient"):
         monkeypatch.setattr(TileKernels, name, noted(names, name, getattr(TileKernels, name)))
     return names
+
+
+@pytest.fixture(autouse=True)
+def loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program goes over a row's columns in several steps."""
+    monkeypatch.setattr(tiles, "COLUMNS", 256)
 
 
 # Of 16 bits one call does: what it rounds depends on no option.
@@ -104,15 +111,23 @@ def test_masked_ids(divergence: str) -> None:
         assert error(mine, right.double()) < 1e-5
 
 
+@pytest.mark.parametrize("columns", [256, COLUMNS])
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(place, id=str(place), marks=MARKS[place.device]) for place in TRITON_PLACES],
+)
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
-def test_an_infinite_ratio_of_no_mass(divergence: str) -> None:
-    """One model masks an id. The other gives it a logit, which the next one of its lane, 2,048
-    columns on, makes too small for an exponential."""
-    z, y = torch.zeros(2, 4000), torch.zeros(2, 4000)
+def test_an_infinite_ratio_of_no_mass(
+    divergence: str, place: Place, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One model masks an id. The other gives it a logit, which the next one of its lane makes too
+    small for an exponential."""
+    monkeypatch.setattr(tiles, "COLUMNS", columns)
+    z, y = (torch.zeros(2, 4000, device=place.device) for _ in range(2))
     near, far = (y, z) if divergence == "forward_kl" else (z, y)
-    far[:, 5], near[:, 5 + 2048] = -torch.inf, 200.0
-    nothing = torch.full((2,), -torch.inf)
-    totals = (nothing, nothing.clone(), torch.zeros(2))
+    far[:, 5], near[:, 5 + columns] = -torch.inf, 200.0
+    nothing = torch.full((2,), -torch.inf, device=place.device)
+    totals = (nothing, nothing.clone(), torch.zeros_like(nothing))
     TileKernels(divergence, 0.5, 1.0).add_sums(z, y, 0, totals, None)
     expected = Divergences(divergence, 0.5).sums(z, y)  # pyright: ignore[reportArgumentType]
     torch.testing.assert_close(totals, tuple(expected))

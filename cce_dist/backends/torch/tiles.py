@@ -129,12 +129,15 @@ def squash(
     x: Tensor,  # [n, columns]
     head: Head,
     scale: Tensor | None = None,  # [n], see `Tokens.scale`
+    *,
+    wants_slope: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Turns E . C + bias into (z, softcap'(z)), in place; the slope is None without a softcap."""
+    """Turns E . C + bias into (z, softcap'(z)), in place; the slope is None without a softcap, and
+    if it is not wanted."""
     slope = None
     if head.softcap is not None:
         x = x.div_(head.softcap).tanh_()
-        slope = 1 - x * x
+        slope = 1 - x * x if wants_slope else None
         x = x.mul_(head.softcap)
     if head.logit_scale != 1:
         x = x.mul_(head.logit_scale)
@@ -147,15 +150,17 @@ def logits_tile(
     bias: Tensor | None,  # [columns]
     head: Head,
     scale: Tensor | None = None,  # [n], see `Tokens.scale`
+    *,
+    wants_slope: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes (z, softcap'(z)) of some tokens and columns, [n, columns] in accumulate_dtype."""
     x = product(hidden, weight.T)
     if bias is not None:
         x.add_(bias.to(x.dtype))
-    return squash(x, head, scale)
+    return squash(x, head, scale, wants_slope=wants_slope)
 
 
-def exact_tiles(tokens: Tokens, head: Head) -> LogitTiles:
+def exact_tiles(tokens: Tokens, head: Head, *, wants_slope: bool = True) -> LogitTiles:
     """Returns a function that computes tiles of the exact logits."""
     operands = operand_dtype(head.weight)
 
@@ -165,7 +170,8 @@ def exact_tiles(tokens: Tokens, head: Head) -> LogitTiles:
 
         def of_tokens(i0: int, i1: int) -> tuple[Tensor, Tensor | None]:
             hidden = tokens.take(i0, i1).to(operands)
-            return logits_tile(hidden, columns, bias, head, tokens.scale_of(i0, i1))
+            scale = tokens.scale_of(i0, i1)
+            return logits_tile(hidden, columns, bias, head, scale, wants_slope=wants_slope)
 
         return of_tokens
 
