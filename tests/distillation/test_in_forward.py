@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 from cce_dist import Filter, VocabShard
 from cce_dist.backends.triton.teacher import tiles
 from cce_dist.distillation import in_forward
-from cce_dist.testing import DTYPES, Place, shared_pool
+from cce_dist.testing import DTYPES, Place, nccl_pool, shared_pool
 from tests.distillation.test_by_kernels import BY_PLACE, wide_leaves
 from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, error
 from tests.distillation.test_tiles import GRADIENTS, JUMPS, VALUES, on_a_rank
@@ -170,6 +170,28 @@ def test_ranks(divergence: str, backend: str, split: bool) -> None:
     options = {"divergence": divergence, "gradient": "in_forward", "backend": backend}
     options |= {"reduction": "mean", "workspace_bytes": 2**16}
     ranks = shared_pool().run(2, on_a_rank, both, split, options)
+    check_ranks(both, divergence, ranks, split, GRADIENTS["fp32"])
+
+
+def on_a_gpu(group: Any, both: Both, split: bool, options: dict[str, Any]) -> Any:
+    device = torch.device("cuda", torch.cuda.current_device())
+    there = {field.name: getattr(both, field.name).to(device) for field in fields(both)}
+    loss, grads = on_a_rank(group, replace(both, **there), split, options)
+    return loss.cpu(), {name: grad.cpu() for name, grad in grads.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
+def test_two_gpus(divergence: str, split: bool) -> None:
+    both = Both.make(torch.bfloat16)
+    options = {"divergence": divergence, "gradient": "in_forward", "reduction": "mean"}
+    ranks = nccl_pool().run(2, on_a_gpu, both, split, {**options, "workspace_bytes": 2**16})
+    check_ranks(both, divergence, ranks, split, GRADIENTS["bf16"])
+
+
+def check_ranks(both: Both, divergence: str, ranks: Any, split: bool, limit: float) -> None:
     wide = wide_leaves(both)
     expected = loss_of(both.dense(wide, divergence).loss, both.targets, {})
     # Of one number the ranks' function has an upstream gradient of -1.
@@ -179,9 +201,9 @@ def test_ranks(divergence: str, backend: str, split: bool) -> None:
         assert torch.equal(loss, ranks[0][0]) and error(loss, expected) < VALUES
     for name in ("weight", "bias"):
         parts = torch.cat([grads[name] for _, grads in ranks])
-        assert error(parts, right[name]) < GRADIENTS["fp32"], name
+        assert error(parts, right[name]) < limit, name
     hidden = [grads["hidden"] for _, grads in ranks]
-    assert error(torch.cat(hidden) if split else hidden[0], right["hidden"]) < GRADIENTS["fp32"]
+    assert error(torch.cat(hidden) if split else hidden[0], right["hidden"]) < limit
 
 
 def of_other_chunks(group: Any, both: Both) -> str:
