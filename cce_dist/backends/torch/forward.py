@@ -199,7 +199,8 @@ def largest(tokens: Tokens, head: Head, room: Room) -> tuple[Tensor, Tensor]:
         for first, last in spans(weight.shape[0], size.columns):
             columns = weight[first:last].to(operand_dtype(weight))
             bias = None if head.bias is None else head.bias[first:last]
-            top, column = logits_tile(hidden, columns, bias, head)[0].max(1)
+            z, _ = logits_tile(hidden, columns, bias, head, wants_slope=False)
+            top, column = z.max(1)
             # A NaN counts as larger than any number, and stays.
             better = (top > value[start:stop]) | top.isnan()
             value[start:stop] = torch.where(better, top, value[start:stop])

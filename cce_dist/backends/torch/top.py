@@ -23,7 +23,7 @@ def top(tokens: Tokens, head: Head, room: Room, k: int) -> tuple[Tensor, Tensor]
         for first, last in spans(weight.shape[0], size.columns):
             part = weight[first:last].to(operand_dtype(weight))
             bias = None if head.bias is None else head.bias[first:last]
-            z, at = first_largest(logits_tile(hidden, part, bias, head)[0], k)
+            z, at = first_largest(logits_tile(hidden, part, bias, head, wants_slope=False)[0], k)
             # What was found before has lower columns.
             z, at = (
                 torch.cat([values[start:stop], z], 1),

@@ -23,12 +23,14 @@ LAST_COLUMN = 2**31 - 1
 
 def top(tokens: Tokens, head: Head, room: Room, k: int) -> tuple[Tensor, Tensor]:
     """Returns the same as `backends.torch.top.top`."""
-    weight, alive = head.weight, 1 if head.softcap is None else TILES_ALIVE
-    size = TileSize.choose(weight, room.workspace_bytes * TILES_ALIVE // alive)
+    weight = head.weight
+    # Of a tile nothing but its logits is in memory.
+    size = TileSize.choose(weight, room.workspace_bytes * TILES_ALIVE)
     keys = torch.empty(len(tokens), k, dtype=torch.int64, device=weight.device)
     if not len(weight):
         keys.fill_(torch.iinfo(torch.int64).min)
-    tiles = exact_tiles(Tokens(tokens.hidden, tokens.rows, tokens.local_targets), head)
+    tokens = Tokens(tokens.hidden, tokens.rows, tokens.local_targets)
+    tiles = exact_tiles(tokens, head, wants_slope=False)
     for first, last in spans(len(weight), size.columns):
         of_columns = tiles(first, last)
         for begin, end in spans(len(tokens), size.tokens):
