@@ -5,7 +5,7 @@ A chunk's logits stay in memory from its sums to its gradients, so both heads ar
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,11 @@ from cce_dist.distillation.sweep import (
 )
 from cce_dist.frontend.reduction import TokenLoss
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.ranks.gather import require_same_sizes
+from cce_dist.ranks.gather import all_gather, require
 from cce_dist.ranks.transport import group_size
+
+if TYPE_CHECKING:
+    from cce_dist.ranks.transport import Group
 
 # Chunks by default, with kernels. Of 8,192 tokens each has 768, a multiple of the tiles that cuBLAS
 # has on Hopper: the products of 896 take longer. The sum of their weight gradients may be in 16
@@ -118,14 +121,13 @@ def _forward(
     needs: tuple[bool, ...],  # whether hidden, weight and bias need a gradient
 ) -> tuple[Tensor, Tensor, Tensor | None, Computed]:
     """Returns the loss, each token's divergence and nll, and gradients for an upstream gradient
-    of 1. Collectives: those of `pair_of`; for each chunk those of `merge` and `value_and_mean`; and
-    the sum of the hidden gradient."""
+    of 1. Collectives: those of `pair_of` and `_require_same_chunks`; for each chunk those of
+    `merge` and `value_and_mean`; and the sum of the hidden gradient."""
     require_equal_sizes(hidden, teacher, call)
     pair, plan = pair_of(hidden, weight, bias, teacher, call, objective), call.plan
     num_tokens = len(pair.student)
     size = _chunk_tokens(pair, plan)
-    of_chunk = {"tokens of a chunk, which follow from workspace_bytes": size}
-    require_same_sizes(of_chunk, hidden.device, plan.group)
+    _require_same_chunks(size, hidden.device, plan.group)
     value, alpha = pair.nothing(), objective.alpha
     nll = torch.empty_like(value) if pair.has_targets else None
     # Each token's loss is linear in its values.
@@ -152,6 +154,24 @@ def _forward(
         total = plan.hidden_sum(pair.student, weight.dtype if is_narrow else of_hidden.dtype)
         of_hidden = total.of_tokens(of_hidden, pair.student.rows)
     return loss, value, nll, Computed(of_hidden, sums.bias, held)
+
+
+def _require_same_chunks(size: int, device: torch.device, group: Group | None) -> None:
+    """Checks that the ranks have chunks of one size: with others, their collectives would wait for
+    each other for ever. Collectives: one all-gather of 8 bytes.
+
+    Raises:
+        ValueError: they have not; on a GPU a device-side assertion fails.
+    """
+    if group_size(group) == 1:
+        return
+    sizes = all_gather(torch.full((1,), size, device=device), group).flatten()
+    rule = 'gradient="in_forward" of linear_distillation needs one workspace_bytes on all ranks'
+    require(
+        (sizes == sizes[0]).all(),
+        lambda: f"{rule}, got chunks of so many tokens by rank: {sizes.tolist()}",
+        rule,
+    )
 
 
 def _memory(

@@ -158,8 +158,8 @@ def linear_distillation(
         one of 8 N for "jsd" and "tvd"; for KLs kernels eight of 4 N before it. Backward those of
         `linear_cross_entropy`. With alpha and a temperature that is not 1 kernels also take those
         of `linear_cross_entropy` for the nll. With sequence_parallel all-gathers of both hidden
-        states in forward and backward. "in_forward" takes all of them in the forward: the
-        all-gathers of sums for each chunk, the others once.
+        states in forward and backward. "in_forward" takes all of them in the forward, the
+        all-gathers of sums for each chunk, the others once, and before them one of 8 bytes.
     Errors: on Hopper, in 16 bits and without softcaps, a token's KL is off by some 1e-4 nats, "jsd"
         by 2e-5, and may be below 0 between nearly equal models; gradients do not depend on it. With
         screened logits it is off by some 1e-3 nats, and gradients err by some 2e-3 to 5e-3 more.

@@ -219,7 +219,8 @@ def of_other_chunks(group: Any, both: Both) -> str:
 
 def test_ranks_with_other_chunks_are_refused() -> None:
     for message in shared_pool().run(2, of_other_chunks, Both.make(torch.float32)):
-        assert "tokens of a chunk, which follow from workspace_bytes" in message
+        assert "needs one workspace_bytes on all ranks" in message
+        assert message.endswith("by rank: [128, 256]")
 
 
 def of_another_teacher(group: Any, both: Both) -> str:
