@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,12 @@ from cce_dist.backends.protocol import BackwardRequest, Room, WeightGrad
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, LocalGrads, Tokens, Upstream, accumulate_dtype
 from cce_dist.options import TOKEN_BLOCK
+from cce_dist.ranks.gather import all_gather, require
 from cce_dist.ranks.hidden_sum import SumOverRanks
 from cce_dist.ranks.transport import group_size
+
+if TYPE_CHECKING:
+    from cce_dist.ranks.transport import Group
 
 # The most chunks whose weight gradients add up in 16 bits. Each addition rounds the sum so far:
 # docs/design/loss.md#in_forward.
@@ -189,8 +193,8 @@ def grads_in_forward(
     Returns:
         The gradients; hidden's is [num_rows, D], in hidden's dtype or in fp32.
         `Plan.tail_mass` [N]; None without `tail_mass`.
-    Collectives: those of `sharded.forward` for each chunk, those of step 4 once, and those of
-        `Plan.tail_mass`.
+    Collectives: by chunks those of `require_same_chunks`; those of `sharded.forward` for each
+        chunk, those of step 4 once, and those of `Plan.tail_mass`.
     """
     if plan.by_chunks:
         grads = _grads_by_chunks(tokens, head, plan, upstream_of, hidden, weight, bias)
@@ -290,6 +294,7 @@ def _grads_by_chunks(
     )
     plan.warm_up(tokens, head, expected, None)
     size = chunk_tokens(num_tokens, plan, weight.dtype)
+    require_same_chunks(size, weight.device, plan.group)
     # Without tokens there is one empty chunk, which gives statistics and gradients their shapes.
     for start in range(0, max(num_tokens, 1), size):
         at = slice(start, min(start + size, num_tokens))
@@ -356,6 +361,25 @@ def chunk_tokens(num_tokens: int, plan: Plan, dtype: torch.dtype) -> int:
         # With its other tensors such a chunk takes a quarter of the memory of dense logits.
         most = max(most, -(-num_tokens // (5 * TOKEN_BLOCK)))
     return even_chunks(num_tokens, most)
+
+
+def require_same_chunks(size: int, device: torch.device, group: Group | None) -> None:
+    """Checks that all ranks have chunks of `size` tokens: with others, which another
+    workspace_bytes makes, their collectives would not meet. Collectives: one all-gather of 8 bytes.
+
+    Raises:
+        ValueError: they have not; on a GPU a device-side assertion fails.
+    """
+    if group_size(group) == 1:
+        return
+    sizes = all_gather(torch.full((1,), size, device=device), group).flatten()
+    rule = 'gradient="in_forward" needs one workspace_bytes on all ranks'
+    require(
+        (sizes == sizes[0]).all(),
+        lambda sizes: f"{rule}, got chunks of so many tokens by rank: {sizes.tolist()}",
+        rule,
+        sizes,
+    )
 
 
 def even_chunks(num_tokens: int, most: int) -> int:

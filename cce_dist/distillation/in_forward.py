@@ -5,14 +5,13 @@ A chunk's logits stay in memory from its sums to its gradients, so both heads ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cce_dist.algorithm import in_forward
 from cce_dist.algorithm.call import Call
-from cce_dist.algorithm.in_forward import Computed
 from cce_dist.algorithm.once import once_differentiable, outside_autocast
 from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.choose import TORCH
@@ -35,11 +34,7 @@ from cce_dist.distillation.sweep import (
 )
 from cce_dist.frontend.reduction import TokenLoss
 from cce_dist.options import TOKEN_BLOCK
-from cce_dist.ranks.gather import all_gather, require
 from cce_dist.ranks.transport import group_size
-
-if TYPE_CHECKING:
-    from cce_dist.ranks.transport import Group
 
 # Chunks by default, with kernels. Of 8,192 tokens each has 768, a multiple of the tiles that cuBLAS
 # has on Hopper: the products of 896 take longer. The sum of their weight gradients may be in 16
@@ -77,7 +72,7 @@ class DistillInForward(torch.autograd.Function):
         """Args: needs: whether a backward may ask for the gradients by hidden, weight, bias."""
         ctx.call, ctx.softcap_and_scale = call, teacher[3:5]
         ctx.of_loss = of_loss = call, objective, terms, needs
-        loss, value, nll, ctx.once = _forward(hidden, weight, bias, teacher, *of_loss)
+        loss, value, nll, ctx.once = _forward((hidden, weight, bias), teacher, *of_loss)
         # token_weight may be the caller's memory: autograd refuses a backward after a write to it.
         ctx.save_for_backward(hidden, weight, bias, *teacher[:3], terms.token_weight)
         ctx.set_materialize_grads(False)
@@ -96,12 +91,12 @@ class DistillInForward(torch.autograd.Function):
                     'forward computes the gradients; use gradient="filtered" or "exact"'
                 )
         # A second backward over a retained graph finds no gradients, and computes them again.
-        computed, ctx.once = ctx.once, Computed()
+        computed, ctx.once = ctx.once, in_forward.Computed()
         if upstream is None:
             return (None,) * 8
         if computed.is_used:
             teacher = Teacher(*tensors, *ctx.softcap_and_scale)
-            computed = _forward(hidden, weight, bias, teacher, *ctx.of_loss)[-1]
+            computed = _forward((hidden, weight, bias), teacher, *ctx.of_loss)[-1]
         scale = TORCH.scale
         if objective.takes_tiles:
             # Triton may be missing elsewhere.
@@ -111,23 +106,22 @@ class DistillInForward(torch.autograd.Function):
 
 
 def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    student: tuple[Tensor, Tensor, Tensor | None],  # hidden, weight, bias
     teacher: Teacher,
     call: Call,
     objective: Objective,
     terms: TokenLoss,
-    needs: tuple[bool, ...],  # whether hidden, weight and bias need a gradient
-) -> tuple[Tensor, Tensor, Tensor | None, Computed]:
+    needs: tuple[bool, ...],
+) -> tuple[Tensor, Tensor, Tensor | None, in_forward.Computed]:
     """Returns the loss, each token's divergence and nll, and gradients for an upstream gradient
-    of 1. Collectives: those of `pair_of` and `_require_same_chunks`; for each chunk those of
+    of 1. Collectives: those of `pair_of` and `require_same_chunks`; for each chunk those of
     `merge` and `value_and_mean`; and the sum of the hidden gradient."""
+    hidden, weight, _ = student
     require_equal_sizes(hidden, teacher, call)
-    pair, plan = pair_of(hidden, weight, bias, teacher, call, objective), call.plan
+    pair, plan = pair_of(*student, teacher, call, objective), call.plan
     num_tokens = len(pair.student)
     size = _chunk_tokens(pair, plan)
-    _require_same_chunks(size, hidden.device, plan.group)
+    in_forward.require_same_chunks(size, hidden.device, plan.group)
     value, alpha = pair.nothing(), objective.alpha
     nll = torch.empty_like(value) if pair.has_targets else None
     # Each token's loss is linear in its values.
@@ -153,25 +147,7 @@ def _forward(
         # Ranks add up what is not rounded, and round the sum.
         total = plan.hidden_sum(pair.student, weight.dtype if is_narrow else of_hidden.dtype)
         of_hidden = total.of_tokens(of_hidden, pair.student.rows)
-    return loss, value, nll, Computed(of_hidden, sums.bias, held)
-
-
-def _require_same_chunks(size: int, device: torch.device, group: Group | None) -> None:
-    """Checks that the ranks have chunks of one size: with others, their collectives would wait for
-    each other for ever. Collectives: one all-gather of 8 bytes.
-
-    Raises:
-        ValueError: they have not; on a GPU a device-side assertion fails.
-    """
-    if group_size(group) == 1:
-        return
-    sizes = all_gather(torch.full((1,), size, device=device), group).flatten()
-    rule = 'gradient="in_forward" of linear_distillation needs one workspace_bytes on all ranks'
-    require(
-        (sizes == sizes[0]).all(),
-        lambda: f"{rule}, got chunks of so many tokens by rank: {sizes.tolist()}",
-        rule,
-    )
+    return loss, value, nll, in_forward.Computed(of_hidden, sums.bias, held)
 
 
 def _memory(

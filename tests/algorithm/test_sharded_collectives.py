@@ -44,8 +44,11 @@ def count_calls(group: dist.ProcessGroup, case: Case) -> Mapping[str, list[tuple
 
 
 def split_of(gradient: str, forward: list[str], backward: list[str]) -> tuple[list, list]:
-    """in_forward has made the gradients, and reduced them, when the forward ends."""
-    return (forward + backward, []) if gradient == "in_forward" else (forward, backward)
+    """in_forward has made the gradients, and reduced them, when the forward ends. It compares the
+    sizes of chunks first."""
+    if gradient != "in_forward":
+        return forward, backward
+    return ["all_gather", *forward, *backward], []
 
 
 def kinds(calls: Sequence[tuple[str, int]]) -> list[str]:
@@ -84,10 +87,30 @@ def test_linear_cross_entropy_talks_once_each_way(options: dict[str, Any]) -> No
         assert kinds(found["forward"]) == forward
         assert kinds(found["backward"]) == backward
         # Over gloo the sizes go ahead.
-        assert found["both"][0][1] == 3 * 5
+        sizes, *of_chunks, merged, summed = (number for _, number in found["both"])
+        assert sizes == 3 * 5 and of_chunks in ([], [3])
         # Two numbers a token and rank, a few more with statistics; never a logit.
-        assert found["both"][1][1] <= 3 * 60 * 10
-        assert found["both"][2][1] == 60 * 13
+        assert merged <= 3 * 60 * 10
+        assert summed == 60 * 13
+
+
+def message_of_other_chunks(group: dist.ProcessGroup, case: Case) -> str:
+    """Each rank bounds its workspace in its own way, so that the ranks' chunks differ."""
+    options = {**case.options, "workspace_bytes": 2 ** (16 + 14 * group.rank())}
+    try:
+        run_case(group, replace(case, options=options))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_ranks_with_other_chunks_are_refused(backend: str) -> None:
+    inputs = zipf_inputs(600, 600, 13, generator=generator())
+    options = {"gradient": "in_forward", "filter": Filter(keep=0), "backend": backend}
+    for message in shared_pool().run(2, message_of_other_chunks, Case(inputs, options)):
+        assert "needs one workspace_bytes on all ranks" in message
+        assert " by rank: [128, " in message
 
 
 @pytest.mark.parametrize("gradient", MODES)
@@ -96,7 +119,7 @@ def test_linear_cross_entropy_talks_once_each_way_sequence_parallel(gradient: st
     options = {"gradient": gradient, "sequence_parallel": True}
     for found in shared_pool().run(3, count_calls, Case(inputs, options)):
         if gradient == "in_forward":
-            assert kinds(found["forward"]) == [*["all_gather"] * 3, "reduce_scatter"]
+            assert kinds(found["forward"]) == [*["all_gather"] * 4, "reduce_scatter"]
             assert kinds(found["backward"]) == []
             continue
         assert kinds(found["forward"]) == ["all_gather"] * 3

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from cce_dist import Filter, VocabShard
-from cce_dist.backends.triton.teacher import tiles
 from cce_dist.distillation import in_forward
 from cce_dist.testing import DTYPES, Place, nccl_pool, shared_pool
 from tests.distillation.test_by_kernels import BY_PLACE, wide_leaves
 from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, error
 from tests.distillation.test_tiles import GRADIENTS, JUMPS, VALUES, on_a_rank
 
+pytestmark = pytest.mark.usefixtures("loops")
 # The upstream gradient of the loss.
 UPSTREAM = 0.375
 CALLS: dict[str, dict[str, Any]] = {
@@ -50,12 +50,6 @@ def loss_of(each: Tensor, targets: Tensor, options: dict[str, Any]) -> Tensor:
 def grads_of(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     grads = torch.autograd.grad(UPSTREAM * loss, list(leaves.values()), retain_graph=True)
     return dict(zip(leaves, grads, strict=True))
-
-
-@pytest.fixture(autouse=True)
-def loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program goes over a row's columns in several steps."""
-    monkeypatch.setattr(tiles, "COLUMNS", 256)
 
 
 @pytest.fixture
@@ -113,15 +107,29 @@ def test_a_second_backward_has_the_same_gradients(chunks: list[slice]) -> None:
     assert len(chunks) == 2 * computed
 
 
-def test_a_write_to_the_weights_of_tokens_is_seen() -> None:
+WRITTEN = ("hidden", "weight", "bias", "teacher_hidden", "teacher_weight", "teacher_bias")
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, "targets", "token_weight"])
+@pytest.mark.parametrize("gradient", ["filtered", "exact", "in_forward"])
+def test_a_write_to_an_argument_changes_no_gradient(gradient: str, name: str) -> None:
+    """The second backward has the first one's gradients, or says why it cannot."""
     both = Both.make(torch.float32)
     both = replace(both, targets=both.targets.clamp_min(0))
     leaves, weights = both.leaves(), torch.ones(both.targets.shape)
-    loss = run(both, leaves, token_weight=weights, shift=0).loss
-    grads_of(loss, leaves)
-    weights.fill_(3.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        grads_of(loss, leaves)
+    options = {"token_weight": weights, "shift": 0, "gradient": gradient, "backend": "triton"}
+    loss = run(both, leaves, **options).loss
+    first = grads_of(loss, leaves)
+    arguments = {"token_weight": weights, **vars(both), **leaves}
+    with torch.no_grad():
+        arguments[name].mul_(3).clamp_(max=CLASSES - 1)
+    try:
+        second = grads_of(loss, leaves)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        return
+    for key, grad in second.items():
+        assert torch.equal(grad, first[key]), key
 
 
 def test_gradients_that_nobody_needs() -> None:
@@ -206,15 +214,19 @@ def check_ranks(both: Both, divergence: str, ranks: Any, split: bool, limit: flo
     assert error(torch.cat(hidden) if split else hidden[0], right["hidden"]) < limit
 
 
-def of_other_chunks(group: Any, both: Both) -> str:
-    """Each rank bounds its workspace in its own way, so that the ranks' chunks differ."""
-    options: dict[str, Any] = {"gradient": "in_forward", "reduction": "mean", "backend": "triton"}
-    options["workspace_bytes"] = 2 ** (16 + 14 * torch.distributed.get_rank(group))
+def message_of(group: Any, both: Both, split: bool, options: dict[str, Any]) -> str:
+    given = {"reduction": "mean", "backend": "triton", **options}
     try:
-        on_a_rank(group, both, False, options)
+        on_a_rank(group, both, split, given)
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def of_other_chunks(group: Any, both: Both) -> str:
+    """Each rank bounds its workspace in its own way, so that the ranks' chunks differ."""
+    room = 2 ** (16 + 14 * torch.distributed.get_rank(group))
+    return message_of(group, both, False, {"gradient": "in_forward", "workspace_bytes": room})
 
 
 def test_ranks_with_other_chunks_are_refused() -> None:
@@ -223,21 +235,19 @@ def test_ranks_with_other_chunks_are_refused() -> None:
         assert message.endswith("by rank: [128, 256]")
 
 
-def of_another_teacher(group: Any, both: Both) -> str:
+def of_another_teacher(group: Any, both: Both, gradient: str, split: bool) -> str:
     """The teacher's hidden states are wider on one rank."""
     if torch.distributed.get_rank(group):
         wide = torch.cat([both.teacher_hidden] * 2, -1)
         both = replace(both, teacher_hidden=wide, teacher_weight=both.teacher_weight.repeat(1, 2))
-    options = {"gradient": "in_forward", "reduction": "mean", "backend": "torch"}
-    try:
-        on_a_rank(group, both, True, options)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    return message_of(group, both, split, {"gradient": gradient})
 
 
-def test_ranks_of_other_sizes_are_refused() -> None:
-    for message in shared_pool().run(2, of_another_teacher, Both.make(torch.float32)):
+@pytest.mark.parametrize("gradient", ["filtered", "exact", "in_forward"])
+def test_ranks_of_other_sizes_are_refused(gradient: str) -> None:
+    """Before the first collective of sequence parallelism."""
+    both = Both.make(torch.float32)
+    for message in shared_pool().run(2, of_another_teacher, both, gradient, True):
         assert "must be called with tensors of the same sizes" in message
 
 

@@ -18,6 +18,7 @@ from cce_dist.testing import DTYPES, TRITON_PLACES, Place, shared_pool
 from tests.distillation.test_by_kernels import BY_PLACE, MARKS, gradients, wide_leaves
 from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, error
 
+pytestmark = pytest.mark.usefixtures("loops")
 # Relative: logits and sums are fp32, d_logits have the operands' digits.
 VALUES = 3e-6
 GRADIENTS = {"fp32": 4e-6, "fp16": 1e-3, "bf16": 4e-3}
@@ -48,12 +49,6 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("add_sums", "add_terms", "gradient"):
         monkeypatch.setattr(TileKernels, name, noted(names, name, getattr(TileKernels, name)))
     return names
-
-
-@pytest.fixture(autouse=True)
-def loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program goes over a row's columns in several steps."""
-    monkeypatch.setattr(tiles, "COLUMNS", 256)
 
 
 # Of 16 bits one call does: what it rounds depends on no option.

@@ -24,10 +24,13 @@ def log_add(a, b):
 
 
 @triton.jit
-def log_mixture(log_ratio, log_share, log_odds):
-    """Computes log(share + (1 - share) exp(log_ratio)); log_odds is log((1 - share) / share)."""
+def mixture_terms(log_ratio, log_odds):
+    """Computes log(m / p) - log(beta) and log(m / q) - log(1 - beta) of the mixture m = beta p +
+    (1 - beta) q, finite for every finite log_ratio = log(q / p); log_odds is log((1 - beta) /
+    beta)."""
     rest = log_ratio + log_odds
-    return log_share + tl.maximum(rest, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(rest)))
+    shared = tl.log(1.0 + tl.exp(-tl.abs(rest)))
+    return tl.maximum(rest, 0.0) + shared, tl.maximum(-rest, 0.0) + shared
 
 
 @triton.jit
@@ -166,7 +169,8 @@ def slope_of(log_q, log_p, beta, log_rest, log_odds, KIND: tl.constexpr):
     elif KIND == TVD:
         slope = tl.where(difference > 0, 0.5, tl.where(difference < 0, -0.5, 0.0))
     else:
-        slope = (beta - 1.0) * log_mixture(-difference, log_rest, -log_odds)
+        _, over_q = mixture_terms(difference, log_odds)
+        slope = (beta - 1.0) * (log_rest + over_q)
     return slope
 
 
@@ -203,13 +207,9 @@ def tile_terms_kernel(
             means += tl.where(q == 0, 0.0, q * slope)
             of_teacher += tl.abs(p - q)
         else:
-            # log(m / p) and log(m / q): `log_mixture` both ways, by one exponential.
-            rest = log_q - log_p + log_odds
-            shared = tl.log(1.0 + tl.exp(-tl.abs(rest)))
-            m_over_p = log_beta + tl.maximum(rest, 0.0) + shared
-            m_over_q = log_rest + tl.maximum(-rest, 0.0) + shared
-            means -= tl.where(q == 0, 0.0, (1.0 - beta) * q * m_over_q)
-            of_teacher -= tl.where(p == 0, 0.0, p * m_over_p)
+            over_p, over_q = mixture_terms(log_q - log_p, log_odds)
+            means -= tl.where(q == 0, 0.0, (1.0 - beta) * q * (log_rest + over_q))
+            of_teacher -= tl.where(p == 0, 0.0, p * (log_beta + over_p))
     mean = tl.sum(means, 0)
     value = tl.sum(of_teacher, 0) / 2 if KIND == TVD else beta * tl.sum(of_teacher, 0) + mean
     tl.store(value_ptr + row, tl.load(value_ptr + row) + value)
