@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cce_dist import Filter, VocabShard
+from cce_dist import Filter, VocabShard, linear_distillation
+from cce_dist.core.allocations import track_allocations
 from cce_dist.distillation import in_forward
 from cce_dist.testing import DTYPES, Place, nccl_pool, shared_pool
 from tests.distillation.test_by_kernels import BY_PLACE, wide_leaves
@@ -105,6 +106,34 @@ def test_a_second_backward_has_the_same_gradients(chunks: list[slice]) -> None:
     for name, grad in grads_of(loss, leaves).items():
         assert torch.equal(grad, first[name]), name
     assert len(chunks) == 2 * computed
+
+
+@pytest.mark.parametrize("softcaps", [(None, None), (5.0, None), (None, 5.0), (5.0, 5.0)], ids=str)
+def test_a_chunk_fits_the_workspace(softcaps: tuple[float | None, float | None]) -> None:
+    both, room = Both.make(torch.float32), 1_300_000
+    options = {"softcap": softcaps[0], "teacher_softcap": softcaps[1], "workspace_bytes": room}
+    leaves = both.leaves()
+    with torch.no_grad(), track_allocations() as allocations:
+        run(both, leaves, backend="triton", **options)
+    assert allocations.peak_bytes < room
+
+
+@pytest.mark.parametrize("gradient", ["filtered", "exact", "in_forward"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("logit", [50.0, 200.0])
+def test_an_infinite_ratio_of_little_mass(logit: float, divergence: str, gradient: str) -> None:
+    """One model masks an id. A later one, of the same lane of a tile's kernel, leaves it little
+    mass in the other, or none."""
+    student, teacher = torch.zeros(3000), torch.zeros(3000)
+    near, far = (student, teacher) if divergence == "reverse_kl" else (teacher, student)
+    far[5], near[5 + 9 * 256] = -torch.inf, logit
+    tensors = [torch.zeros(rows, 16) for rows in (130, 3000, 130, 3000)]
+    biases = {"bias": student, "teacher_bias": teacher, "divergence": divergence}
+    found, expected = (
+        linear_distillation(*tensors, **biases, **options)  # pyright: ignore
+        for options in ({"gradient": gradient, "backend": "triton"}, {"backend": "torch"})
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
 
 
 WRITTEN = ("hidden", "weight", "bias", "teacher_hidden", "teacher_weight", "teacher_bias")
