@@ -153,6 +153,6 @@ def _choose(backend: BackendName, hidden: Tensor, num_tokens: int, columns: int)
         from cce_dist.backends.empty_shard import EmptyShard
 
         return EmptyShard()
-    from cce_dist.backends.triton.backend import TritonBackend
+    from cce_dist.backends.triton.backend import TRITON
 
-    return TritonBackend()
+    return TRITON

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from cce_dist.algorithm.call import Call, GradWeight, pad_bias
 from cce_dist.algorithm.once import once_differentiable, outside_autocast
 from cce_dist.algorithm.plan import Plan
 from cce_dist.algorithm.saved import put_together, take_apart
+from cce_dist.backends.choose import repeated
 from cce_dist.backends.protocol import (
     BackwardRequest,
     ColumnFilter,
@@ -26,7 +27,13 @@ from cce_dist.backends.protocol import (
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens, Upstream
 from cce_dist.distillation.divergences import Sums
-from cce_dist.distillation.function import Objective, Teacher, merge, require_equal_sizes
+from cce_dist.distillation.function import (
+    Objective,
+    Student,
+    Teacher,
+    merge,
+    require_equal_sizes,
+)
 from cce_dist.distillation.sweep import FirstPass
 from cce_dist.options import Screen
 from cce_dist.ranks.gather import all_gather, gather_bounds
@@ -150,77 +157,116 @@ class DistillByKernels(torch.autograd.Function):
         call: Call,
         objective: Objective,
     ):
-        plan, has_targets = call.plan, objective.alpha > 0
-        require_equal_sizes(hidden, teacher, call)
-        heads = _Heads.of(hidden, weight, bias, teacher, call, objective)
-        if any(ctx.needs_input_grad[:3]):
-            needs = ctx.needs_input_grad[:3]
-            heads.warm_up(call, weight.dtype, needs, of_nll=has_targets)
-        local, scores = heads.forward(plan)
-        merged = merge(local, objective.divergences, plan, has_targets=has_targets)
-        value = mean = merged.sums.kl
-        if heads.beta is not None:
-            value, mean, scores = heads.second_pass(plan, merged)
+        needs = ctx.needs_input_grad[:3]
+        found = _played_forward((hidden, weight, bias), teacher, call, objective, needs)
         ctx.call, ctx.objective, ctx.softcap_and_scale = call, objective, teacher[3:5]
-        ctx.scores, tensors = take_apart(scores)
-        vectors = [merged.sums.student, merged.sums.teacher, merged.target_logit]
-        if heads.reverse:
-            vectors.append(mean)
-        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *vectors, *tensors)
+        ctx.scores, tensors = take_apart(found.scores)
+        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *found.vectors, *tensors)
         ctx.set_materialize_grads(False)
-        nll = merged.lse - merged.target_logit if has_targets else None
-        if nll is not None and call.count is not None:
-            counts = torch.arange(len(nll), device=nll.device) < call.count
-            nll = nll.where(counts, 0)
-        screened = None if merged.full is None else (merged.full == 0).view(())
-        if screened is not None:
-            ctx.mark_non_differentiable(screened)
-        return value, nll, screened
+        if found.screened is not None:
+            ctx.mark_non_differentiable(found.screened)
+        return found.value, found.nll, found.screened
 
     @staticmethod
     @once_differentiable
     @outside_autocast
     def backward(ctx: Any, *grads: Tensor | None):
-        hidden, weight, bias, *saved = ctx.saved_tensors
-        teacher = Teacher(*saved[:3], *ctx.softcap_and_scale)
-        lse, teacher_lse, target_logit, *tensors = saved[3:]
-        call, objective, needs = ctx.call, ctx.objective, ctx.needs_input_grad
-        number = int(objective.divergences.has_mean)
-        mean, tensors = tensors[:number], tensors[number:]
-        scores = put_together(ctx.scores, iter(tensors))
-        of_divergence, of_nll = grads[:2]
-        if of_divergence is None and of_nll is None:
+        student, saved = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        if grads[0] is None and grads[1] is None:
             return (None,) * 6
-        heads = _Heads.of(hidden, weight, bias, teacher, call, objective)
-        backend, plan = call.plan.backend, call.plan
-        target = GradWeight.prepare(call, weight, needs[1])
-        kept = part = None
-        if scores is not None:
-            of_rule = heads.rule, heads.room
-            kept = backend.keep(heads.tokens, heads.head, scores, lse, *of_rule)
-        stats, upstream = Stats(lse, target_logit), Upstream(nll=of_nll)
-        if of_divergence is not None and heads.reverse:
-            # The KL is minus the student's entropy relative to the teacher. Jensen-Shannon's
-            # derivative is that of 1 - beta times the KL to a mixture which stays as it is.
-            part = TeacherPart(*heads.teacher, teacher_lse, None, heads.beta)
-            stats = replace(stats, entropy=-mean[0])
-            share = 1.0 if heads.beta is None else 1.0 - heads.beta
-            upstream = replace(upstream, entropy=-share * of_divergence)
-        elif of_divergence is not None:
-            # d KL / da = q - p: q is the derivative of the student's lse.
-            part = TeacherPart(*heads.teacher, teacher_lse, -of_divergence)
-            upstream = replace(upstream, lse=of_divergence)
-        request = BackwardRequest(
-            stats=stats,
-            upstream=upstream,
-            kept=kept,
-            hidden=plan.hidden_sum(heads.tokens, hidden.dtype) if needs[0] else None,
-            weight=target.into,
-            bias=needs[2],
-            store=None,
-            room=heads.room,
-            teacher=None if kept is None else part,
-        )
-        out = backend.backward(heads.tokens, heads.head, request)
-        grad_hidden = None if out.hidden is None else out.hidden.to(hidden.dtype)
-        return grad_hidden, target.returned, pad_bias(out.bias, bias), None, None, None
+        of_call = Teacher(*saved[:3], *ctx.softcap_and_scale), ctx.call, ctx.objective
+        after = 6 + int(ctx.objective.divergences.has_mean)
+        vectors, tensors = saved[3:after], saved[after:]
+        scores = put_together(ctx.scores, iter(tensors))
+        needs = ctx.needs_input_grad[:3]
+        out = _played_backward(student, *of_call, (vectors, scores), grads[:2], needs)
+        return *out, None, None, None
+
+
+class _Found(NamedTuple):
+    """The results of a forward, and what its backward needs."""
+
+    value: Tensor  # [N]
+    nll: Tensor | None
+    screened: Tensor | None
+    # Both lses, the target's logit; of all but forward KL the student's mean log ratio: [N] each.
+    vectors: tuple[Tensor, ...]
+    scores: Scores | None
+
+
+def _forward(
+    student: Student, teacher: Teacher, call: Call, objective: Objective, needs: tuple[bool, ...]
+) -> _Found:
+    """Collectives: those of `_Heads.forward`, `merge` and `_Heads.second_pass`."""
+    hidden, weight, bias = student
+    plan, has_targets = call.plan, objective.alpha > 0
+    require_equal_sizes(hidden, teacher, call)
+    heads = _Heads.of(hidden, weight, bias, teacher, call, objective)
+    if any(needs):
+        heads.warm_up(call, weight.dtype, needs, of_nll=has_targets)
+    local, scores = heads.forward(plan)
+    merged = merge(local, objective.divergences, plan, has_targets=has_targets)
+    value = mean = merged.sums.kl
+    if heads.beta is not None:
+        value, mean, scores = heads.second_pass(plan, merged)
+    vectors = [merged.sums.student, merged.sums.teacher, merged.target_logit]
+    if heads.reverse:
+        # The caller may write to the value, which a KL's mean is.
+        vectors.append(mean.clone() if mean is value else mean)
+    nll = merged.lse - merged.target_logit if has_targets else None
+    if nll is not None and call.count is not None:
+        counts = torch.arange(len(nll), device=nll.device) < call.count
+        nll = nll.where(counts, 0)
+    screened = None if merged.full is None else (merged.full == 0).view(())
+    return _Found(value, nll, screened, tuple(vectors), scores)
+
+
+def _backward(
+    student: Student,
+    teacher: Teacher,
+    call: Call,
+    objective: Objective,
+    saved: tuple[tuple[Tensor, ...], Scores | None],  # see `_Found`
+    grads: tuple[Tensor | None, ...],  # [N] by divergence and nll
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns the gradients by hidden, weight, bias. Collectives: the sum of the hidden one's."""
+    hidden, weight, bias = student
+    (lse, teacher_lse, target_logit, *mean), scores = saved
+    of_divergence, of_nll = grads
+    heads = _Heads.of(hidden, weight, bias, teacher, call, objective)
+    backend, plan = call.plan.backend, call.plan
+    target = GradWeight.prepare(call, weight, needs[1])
+    kept = part = None
+    if scores is not None:
+        of_rule = heads.rule, heads.room
+        kept = backend.keep(heads.tokens, heads.head, scores, lse, *of_rule)
+    stats, upstream = Stats(lse, target_logit), Upstream(nll=of_nll)
+    if of_divergence is not None and heads.reverse:
+        # The KL is minus the student's entropy relative to the teacher. Jensen-Shannon's
+        # derivative is that of 1 - beta times the KL to a mixture which stays as it is.
+        part = TeacherPart(*heads.teacher, teacher_lse, None, heads.beta)
+        stats = replace(stats, entropy=-mean[0])
+        share = 1.0 if heads.beta is None else 1.0 - heads.beta
+        upstream = replace(upstream, entropy=-share * of_divergence)
+    elif of_divergence is not None:
+        # d KL / da = q - p: q is the derivative of the student's lse.
+        part = TeacherPart(*heads.teacher, teacher_lse, -of_divergence)
+        upstream = replace(upstream, lse=of_divergence)
+    request = BackwardRequest(
+        stats=stats,
+        upstream=upstream,
+        kept=kept,
+        hidden=plan.hidden_sum(heads.tokens, hidden.dtype) if needs[0] else None,
+        weight=target.into,
+        bias=needs[2],
+        store=None,
+        room=heads.room,
+        teacher=None if kept is None else part,
+    )
+    out = backend.backward(heads.tokens, heads.head, request)
+    grad_hidden = None if out.hidden is None else out.hidden.to(hidden.dtype)
+    return grad_hidden, target.returned, pad_bias(out.bias, bias)
+
+
+_played_forward, _played_backward = repeated(_forward), repeated(_backward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from cce_dist.algorithm.call import Call, GradWeight, pad_bias
 from cce_dist.algorithm.once import once_differentiable, outside_autocast
 from cce_dist.algorithm.plan import Plan
-from cce_dist.backends.choose import TORCH, choose_backend
+from cce_dist.backends.choose import TORCH, choose_backend, repeated
 from cce_dist.core.stats import Stats, logaddexp_parts
 from cce_dist.core.types import Head, Tokens
 from cce_dist.distillation.divergences import Divergence, Divergences, Sums
@@ -28,9 +28,16 @@ from cce_dist.options import Backend, LossOptions, require_choice, require_finit
 from cce_dist.ranks.gather import all_gather, require, require_same_sizes
 from cce_dist.ranks.merge_header import NUM_DIGITS, RULE, encode, flaw, is_sound
 
+if TYPE_CHECKING:
+    from cce_dist.backends.triton.teacher.tiles import TileKernels
+
 # Memory of the tiles that kernels read, over the default workspace: every tile takes a dozen
 # launches, and with more of them a GPU waits for the host.
 TILES_ROOM = 1.5
+
+
+# The student's hidden, weight and bias.
+Student = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Teacher(NamedTuple):
@@ -124,49 +131,78 @@ class Distill(torch.autograd.Function):
         call: Call,
         objective: Objective,
     ):
-        ctx.call, ctx.objective, plan = call, objective, call.plan
-        require_equal_sizes(hidden, teacher, call)
-        pair = pair_of(hidden, weight, bias, teacher, call, objective)
-        first, divergences = first_pass(pair), pair.divergences
-        merged = merge(first, divergences, plan, has_targets=pair.has_targets)
-        value, mean = value_and_mean(pair, merged.sums, plan)
-        nll = merged.lse - merged.target_logit if pair.has_targets else None
-        vectors = (merged.sums.student, merged.sums.teacher, mean, merged.lse)
+        ctx.call, ctx.objective = call, objective
+        run = _played_forward if objective.takes_tiles else _forward
+        value, nll, vectors = run((hidden, weight, bias), teacher, call, objective)
         ctx.softcap_and_scale = teacher[3:5]
         ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *vectors)
         ctx.set_materialize_grads(False)
-        return value.clone(), nll, None
+        return value, nll, None
 
     @staticmethod
     @once_differentiable
     @outside_autocast
     def backward(ctx: Any, *grads: Tensor | None):
-        hidden, weight, bias, *saved = ctx.saved_tensors
-        call, needs = ctx.call, ctx.needs_input_grad
-        teacher = Teacher(*saved[:3], *ctx.softcap_and_scale)
-        student_lse, teacher_lse, mean, lse = saved[3:]
-        of_divergence, of_nll = grads[:2]
-        if of_divergence is None:
-            of_divergence = torch.zeros_like(mean)
-        pair = pair_of(hidden, weight, bias, teacher, call, ctx.objective)
-        target = GradWeight.prepare(call, weight, needs[1])
-        part, of_bias = gradients(
-            pair,
-            Sums(student_lse, teacher_lse, mean),
-            mean,
-            lse,
-            # The gradient of a sum is an expanded scalar: its elements share one number in memory.
-            Upstream(of_divergence.contiguous(), None if of_nll is None else of_nll.contiguous()),
-            hidden=needs[0],
-            weight=target.into,
-            bias=needs[2],
-        )
-        grad_hidden = None
-        if part is not None:
-            total = call.plan.hidden_sum(pair.student, hidden.dtype)
-            part = part if not total.is_local else part.to(total.part_dtype)
-            grad_hidden = total.of_tokens(part, pair.student.rows).to(hidden.dtype)
-        return grad_hidden, target.returned, pad_bias(of_bias, bias), None, None, None
+        student, saved = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        of_call = Teacher(*saved[:3], *ctx.softcap_and_scale), ctx.call, ctx.objective
+        run = _played_backward if ctx.objective.takes_tiles else _backward
+        out = run(student, *of_call, saved[3:], grads[:2], ctx.needs_input_grad[:3])
+        return *out, None, None, None
+
+
+def _forward(
+    student: Student, teacher: Teacher, call: Call, objective: Objective
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """Returns each token's divergence and nll, and the numbers of each token that the backward
+    needs. Collectives: those of `merge` and `value_and_mean`."""
+    require_equal_sizes(student[0], teacher, call)
+    pair = pair_of(*student, teacher, call, objective)
+    first, has_targets = first_pass(pair), pair.has_targets
+    merged = merge(first, pair.divergences, call.plan, pair.kernels, has_targets=has_targets)
+    value, mean = value_and_mean(pair, merged.sums, call.plan)
+    nll = merged.lse - merged.target_logit if has_targets else None
+    # The caller may write to a value, and its backward reads the mean.
+    return value.clone(), nll, (merged.sums.student, merged.sums.teacher, mean, merged.lse)
+
+
+def _backward(
+    student: Student,
+    teacher: Teacher,
+    call: Call,
+    objective: Objective,
+    vectors: tuple[Tensor, ...],
+    grads: tuple[Tensor | None, ...],  # [N] by divergence and nll
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns the gradients by hidden, weight, bias. Collectives: the sum of the hidden one's."""
+    hidden, weight, bias = student
+    student_lse, teacher_lse, mean, lse = vectors
+    of_divergence, of_nll = grads
+    if of_divergence is None:
+        of_divergence = torch.zeros_like(mean)
+    pair = pair_of(*student, teacher, call, objective)
+    target = GradWeight.prepare(call, weight, needs[1])
+    part, of_bias = gradients(
+        pair,
+        Sums(student_lse, teacher_lse, mean),
+        mean,
+        lse,
+        # The gradient of a sum is an expanded scalar: its elements share one number in memory.
+        Upstream(of_divergence.contiguous(), None if of_nll is None else of_nll.contiguous()),
+        hidden=needs[0],
+        weight=target.into,
+        bias=needs[2],
+    )
+    grad_hidden = None
+    if part is not None:
+        total = call.plan.hidden_sum(pair.student, hidden.dtype)
+        part = part if not total.is_local else part.to(total.part_dtype)
+        grad_hidden = total.of_tokens(part, pair.student.rows).to(hidden.dtype)
+    return grad_hidden, target.returned, pad_bias(of_bias, bias)
+
+
+# Tiles take a dozen launches each.
+_played_forward, _played_backward = repeated(_forward), repeated(_backward)
 
 
 def value_and_mean(pair: Pair, sums: Sums, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -176,10 +212,10 @@ def value_and_mean(pair: Pair, sums: Sums, plan: Plan) -> tuple[Tensor, Tensor]:
     """
     if pair.divergences.passes == 1:
         return sums.kl, sums.kl
-    value, mean = second_pass(pair, sums)
+    terms = second_pass(pair, sums)
     if plan.group is not None:
-        value, mean = all_gather(torch.stack((value, mean)), plan.group).sum(0)
-    return value, mean
+        terms = all_gather(terms, plan.group).sum(0)
+    return terms[0], terms[1]
 
 
 def pair_of(
@@ -235,22 +271,27 @@ def merge(
     local: FirstPass,
     divergences: Divergences,
     plan: Plan,
+    kernels: TileKernels | None = None,
     *,
     has_targets: bool,
     checks: bool = True,
 ) -> FirstPass:
     """Merges the ranks' sums; all ranks get the same bits.
 
-    Args: checks: that the ranks' rows are those of one softmax, which takes dozens of launches.
+    Args:
+        kernels: merge them in one launch; None: eager torch does, in dozens.
+        checks: that the ranks' rows are those of one softmax, which takes dozens of launches.
     Collectives: one all-gather of 9 + K N numbers, K = 3, or 5 with targets; without checks K N.
     """
     if plan.group is None:
         return local
-    of_targets = (local.lse, local.target_logit) if has_targets else ()
-    vectors = [*local.sums, *of_targets]
-    packed = torch.stack(vectors)
+    packed = local.rows
+    if packed is None:
+        of_targets = (local.lse, local.target_logit) if has_targets else ()
+        packed = torch.stack([*local.sums, *of_targets])
+    merged_by = divergences, kernels
     if not checks:
-        return _merged(all_gather(packed, plan.group), divergences, local.full)
+        return _merged(all_gather(packed, plan.group), *merged_by, local.full)
     full = packed.new_ones(1) if local.full is None else local.full.to(packed.dtype)
     payload = torch.cat([encode(plan.shard, packed.numel(), packed), full, packed.flatten()])
     parts = all_gather(payload, plan.group)
@@ -260,14 +301,17 @@ def merge(
     lse, targets = others[2:] or (student, torch.zeros_like(student))
     stats = Stats(lse, targets)
     require(is_sound(headers, stats, None), lambda: flaw(headers, stats, None), RULE)
-    return _merged(rows, divergences, parts[:, NUM_DIGITS].sum(0, keepdim=True))
+    return _merged(rows, *merged_by, parts[:, NUM_DIGITS].sum(0, keepdim=True))
 
 
 def _merged(
     rows: Tensor,  # [W, K, N]
     divergences: Divergences,
+    kernels: TileKernels | None,
     full: Tensor | None,
 ) -> FirstPass:
+    if kernels is not None:
+        return FirstPass.of_rows(kernels.merge(rows), full)
     student, teacher, kl, *others = rows.transpose(0, 1)
     sums = divergences.merge(Sums(student, teacher, kl))
     if not others:

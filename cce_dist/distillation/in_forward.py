@@ -14,11 +14,12 @@ from cce_dist.algorithm import in_forward
 from cce_dist.algorithm.call import Call
 from cce_dist.algorithm.once import once_differentiable, outside_autocast
 from cce_dist.algorithm.plan import Plan
-from cce_dist.backends.choose import TORCH
+from cce_dist.backends.choose import TORCH, repeated
 from cce_dist.backends.torch.tiles import operand_dtype, put_product
 from cce_dist.core.types import accumulate_dtype
 from cce_dist.distillation.function import (
     Objective,
+    Student,
     Teacher,
     merge,
     pair_of,
@@ -72,7 +73,8 @@ class DistillInForward(torch.autograd.Function):
         """Args: needs: whether a backward may ask for the gradients by hidden, weight, bias."""
         ctx.call, ctx.softcap_and_scale = call, teacher[3:5]
         ctx.of_loss = of_loss = call, objective, terms, needs
-        loss, value, nll, ctx.once = _forward((hidden, weight, bias), teacher, *of_loss)
+        run = _played if objective.takes_tiles else _forward
+        loss, value, nll, ctx.once = run((hidden, weight, bias), teacher, *of_loss)
         # token_weight may be the caller's memory: autograd refuses a backward after a write to it.
         ctx.save_for_backward(hidden, weight, bias, *teacher[:3], terms.token_weight)
         ctx.set_materialize_grads(False)
@@ -106,7 +108,7 @@ class DistillInForward(torch.autograd.Function):
 
 
 def _forward(
-    student: tuple[Tensor, Tensor, Tensor | None],  # hidden, weight, bias
+    student: Student,
     teacher: Teacher,
     call: Call,
     objective: Objective,
@@ -122,7 +124,7 @@ def _forward(
     num_tokens = len(pair.student)
     size = _chunk_tokens(pair, plan)
     in_forward.require_same_chunks(size, hidden.device, plan.group)
-    value, alpha = pair.nothing(), objective.alpha
+    value, alpha = pair.rows(1, 0.0)[0], objective.alpha
     nll = torch.empty_like(value) if pair.has_targets else None
     # Each token's loss is linear in its values.
     by_token = terms.upstream(value, None).nll
@@ -148,6 +150,10 @@ def _forward(
         total = plan.hidden_sum(pair.student, weight.dtype if is_narrow else of_hidden.dtype)
         of_hidden = total.of_tokens(of_hidden, pair.student.rows)
     return loss, value, nll, in_forward.Computed(of_hidden, sums.bias, held)
+
+
+# Chunks take dozens of launches each.
+_played = repeated(_forward)
 
 
 def _memory(

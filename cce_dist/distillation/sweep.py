@@ -49,8 +49,8 @@ class Pair:
 
     @property
     def dtype(self) -> torch.dtype:
-        student, teacher = (x.weight.dtype for x in (self.head, self.teacher_head))
-        return torch.promote_types(accumulate_dtype(student), accumulate_dtype(teacher))
+        both = (accumulate_dtype(x.weight.dtype) for x in (self.head, self.teacher_head))
+        return max(both, key=lambda dtype: dtype.itemsize)
 
     @property
     def size(self) -> TileSize:
@@ -98,10 +98,13 @@ class Pair:
                     y = y.div_(self.temperature)
                 yield Tile(at, columns, z, slope, y)
 
-    def nothing(self) -> Tensor:
-        """Returns -inf for each token, [N]."""
-        hidden = self.student.hidden
-        return hidden.new_full((len(self.student),), -torch.inf, dtype=self.dtype)
+    def rows(self, number: int, value: float) -> Tensor:
+        """Returns sums over no columns, [number, N]. A kernel writes them at a shard's first tile,
+        and does not read them."""
+        hidden, shape = self.student.hidden, (number, len(self.student))
+        if self.kernels is not None and self.head.weight.shape[0]:
+            return hidden.new_empty(shape, dtype=self.dtype)
+        return hidden.new_full(shape, value, dtype=self.dtype)
 
 
 class Tile(NamedTuple):
@@ -121,21 +124,30 @@ class FirstPass(NamedTuple):
     target_logit: Tensor  # 0 where the target is not of this shard
     # [1] above 0 where columns' logits of the teacher are in full precision; None: all are
     full: Tensor | None = None
+    rows: Tensor | None = None  # [3 or 5, N], of which these sums are the rows; None: of none
+
+    @classmethod
+    def of_rows(cls, rows: Tensor, full: Tensor | None = None) -> FirstPass:
+        """Args: rows: student's and teacher's lse, KL; with targets lse and target logit as well,
+        which are others of these without."""
+        student, teacher, kl, *others = rows.unbind(0)
+        lse, target_logit = others or (student, kl)
+        return cls(Sums(student, teacher, kl), lse, target_logit, full, rows)
 
 
 def first_pass(pair: Pair) -> FirstPass:
-    nothing = pair.nothing()
-    total = Sums(nothing, nothing.clone(), torch.zeros_like(nothing))
-    lse, target_logit = total.student, total.kl
-    if pair.has_targets:
-        lse, target_logit = nothing.clone(), torch.zeros_like(nothing)
+    rows = pair.rows(5 if pair.has_targets else 3, -torch.inf)
+    sums = FirstPass.of_rows(rows)
+    total, lse, target_logit = sums[:3]
+    if pair.kernels is None or not pair.head.weight.shape[0]:
+        total.kl.zero_()
+        target_logit.zero_()
     local_targets = pair.student.local_targets
     for tile in pair.tiles():
         at = tile.tokens
         if pair.kernels is not None:
-            targets = (local_targets[at], lse[at], target_logit[at]) if pair.has_targets else None
-            totals = (total.student[at], total.teacher[at], total.kl[at])
-            pair.kernels.add_sums(tile.z, tile.y, tile.columns.start, totals, targets)
+            targets = local_targets[at] if pair.has_targets else None
+            pair.kernels.add_sums(tile.z, tile.y, tile.columns.start, rows[:, at], targets)
             continue
         new = pair.divergences.sums(tile.z / pair.temperature, tile.y)
         parts = (torch.stack([old[at], part]) for old, part in zip(total, new, strict=True))
@@ -145,22 +157,22 @@ def first_pass(pair: Pair) -> FirstPass:
             lse[at] = torch.logaddexp(lse[at], tile.z.logsumexp(1))
             rows, columns = find_targets(local_targets[at], tile.columns)
             target_logit[rows + at.start] = tile.z[rows, columns]
-    return FirstPass(total, lse, target_logit)
+    return sums
 
 
-def second_pass(pair: Pair, sums: Sums) -> tuple[Tensor, Tensor]:
-    """Returns this rank's parts of the value and of the mean slope, [N] each: see `terms`."""
-    value, mean = torch.zeros_like(sums.student), torch.zeros_like(sums.student)
+def second_pass(pair: Pair, sums: Sums) -> Tensor:
+    """Returns this rank's parts of the value and of the mean slope, [2, N]: see `terms`."""
+    terms = pair.rows(2, 0.0)
     for tile in pair.tiles():
         at = tile.tokens
         some = Sums(*(x[at] for x in sums))
         if pair.kernels is not None:
-            pair.kernels.add_terms(tile.z, tile.y, some[:2], value[at], mean[at])
+            pair.kernels.add_terms(tile.z, tile.y, tile.columns.start, some[:2], terms[:, at])
             continue
-        part, slope = pair.divergences.terms(tile.z / pair.temperature, tile.y, some)
-        value[at] += part
-        mean[at] += slope
-    return value, mean
+        value, slope = pair.divergences.terms(tile.z / pair.temperature, tile.y, some)
+        terms[0, at] += value
+        terms[1, at] += slope
+    return terms
 
 
 class Upstream(NamedTuple):

@@ -13,6 +13,7 @@ from torch import Tensor
 from cce_dist import VocabShard
 from cce_dist.backends.triton.teacher import tiles
 from cce_dist.backends.triton.teacher.tiles import COLUMNS, TileKernels
+from cce_dist.core.stats import logaddexp_parts
 from cce_dist.distillation.divergences import Divergences, Sums
 from cce_dist.testing import DTYPES, TRITON_PLACES, Place, shared_pool
 from tests.distillation.test_by_kernels import BY_PLACE, MARKS, gradients, wide_leaves
@@ -121,11 +122,38 @@ def test_an_infinite_ratio_of_no_mass(
     z, y = (torch.zeros(2, 4000, device=place.device) for _ in range(2))
     near, far = (y, z) if divergence == "forward_kl" else (z, y)
     far[:, 5], near[:, 5 + columns] = -torch.inf, 200.0
-    nothing = torch.full((2,), -torch.inf, device=place.device)
-    totals = (nothing, nothing.clone(), torch.zeros_like(nothing))
-    TileKernels(divergence, 0.5, 1.0).add_sums(z, y, 0, totals, None)
+    sums = torch.empty(3, 2, device=place.device)
+    TileKernels(divergence, 0.5, 1.0).add_sums(z, y, 0, sums, None)
     expected = Divergences(divergence, 0.5).sums(z, y)  # pyright: ignore[reportArgumentType]
-    torch.testing.assert_close(totals, tuple(expected))
+    torch.testing.assert_close(tuple(sums), tuple(expected))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(place, id=str(place), marks=MARKS[place.device]) for place in TRITON_PLACES],
+)
+@pytest.mark.parametrize("has_targets", [False, True])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_the_merge_of_ranks_is_that_of_eager_torch(
+    divergence: str, has_targets: bool, place: Place
+) -> None:
+    """Shards without columns, of infinite ratios, and of logits that overflow."""
+    generator, eager = torch.Generator().manual_seed(0), Divergences(divergence, 0.3)  # pyright: ignore
+    parts = 3 * torch.randn(4, 5 if has_targets else 3, 300, generator=generator)
+    parts[1, :2], parts[1, 2:] = -torch.inf, 0.0
+    parts[2, 2, :9] = torch.inf
+    parts[3, 0, 5:20] = -torch.inf
+    parts[:, 1, 7] = -torch.inf
+    parts[0, 0, 40], parts[0, 1, 50], parts[0, 2, 60] = torch.inf, torch.nan, torch.nan
+    # As behind the header of a rank's message: a rank's numbers are apart from those of the next.
+    apart = torch.zeros(4, 9 + parts[0].numel(), device=place.device)[:, 9:].view_as(parts)
+    merged = TileKernels(divergence, 0.3, 1.0).merge(apart.copy_(parts)).cpu()
+    expected = [*eager.merge(Sums(*parts[:, :3].transpose(0, 1)))]
+    if eager.passes == 2:
+        expected[2] = torch.zeros(300)  # not in use
+    if has_targets:
+        expected += [logaddexp_parts(parts[:, 3]), parts[:, 4].sum(0)]
+    torch.testing.assert_close(merged, torch.stack(expected), equal_nan=True, rtol=1e-6, atol=1e-6)
 
 
 def test_each_value_alone_has_its_gradient() -> None:
@@ -154,9 +182,9 @@ def test_models_with_little_mass_in_common() -> None:
         return divergence.derivative(z, y, sums, divergence.terms(z, y, sums)[1])
 
     kernels, lses = TileKernels("jsd", 0.3, 1.0), (z.logsumexp(1), y.logsumexp(1))
-    value, mean = torch.zeros(64), torch.zeros(64)
-    kernels.add_terms(z, y, lses, value, mean)
-    of_loss = (*lses, mean, lses[0]), (torch.ones(64), None), 1.0, None, torch.float32
+    terms = torch.empty(2, 64)
+    kernels.add_terms(z, y, 0, lses, terms)
+    of_loss = (*lses, terms[1], lses[0]), (torch.ones(64), None), 1.0, None, torch.float32
     found = kernels.gradient(z.clone(), y, None, 0, torch.zeros(64), *of_loss)
     right = eager(z.double(), y.double())
     assert error(found, right) < 1.5 * error(eager(z, y), right)

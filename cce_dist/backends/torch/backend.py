@@ -25,6 +25,7 @@ from cce_dist.backends.torch.pairs import pair_gradients, pair_logits
 from cce_dist.backends.torch.pick import pick
 from cce_dist.backends.torch.screened import screened_statistics
 from cce_dist.backends.torch.top import top
+from cce_dist.core.observer import same_by_identity
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, LocalGrads, Picked, Tokens, accumulate_dtype
 from cce_dist.vocab_shard import VocabShard
@@ -129,6 +130,9 @@ class TorchBackend:
         teacher: tuple[Tokens, Head] | None = None,
     ) -> None:
         return None
+
+
+same_by_identity.append(TorchBackend)
 
 
 def _ready(tokens: Tokens) -> Tokens:

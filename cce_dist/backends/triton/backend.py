@@ -26,6 +26,7 @@ from cce_dist.backends.triton.teacher.top import top
 from cce_dist.backends.triton.tokens import loss, merge
 from cce_dist.backends.triton.tokens.pick import pick_on_device
 from cce_dist.backends.triton.warm_up import warm_up
+from cce_dist.core.observer import same_by_identity
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, LocalGrads, Picked, Tokens
 from cce_dist.vocab_shard import VocabShard
@@ -47,7 +48,6 @@ def _drop_workspace(tokens: Tokens, head: Head, request: BackwardRequest) -> Non
 
 _pick = Replayed(pick_on_device)
 _forward_and_store = Replayed(_forward)
-_forward_of_heads = Replayed(forward_of_heads)
 _backward = Replayed(backward, consume=_drop_workspace)
 
 
@@ -64,7 +64,7 @@ class TritonBackend:
     merge_kernels = merge.KERNELS
     loss_kernels = loss.KERNELS
 
-    forward_of_heads = staticmethod(_forward_of_heads)
+    forward_of_heads = staticmethod(forward_of_heads)
     keep = staticmethod(keep)
     scale = staticmethod(scale)
     largest = staticmethod(largest)
@@ -108,3 +108,7 @@ class TritonBackend:
 
     def store_for_chunk(self, head: Head, num_tokens: int) -> KeptLogits:
         return KeptLogits.make_for_chunk(head.weight, num_tokens)
+
+
+TRITON = TritonBackend()
+same_by_identity.append(TritonBackend)

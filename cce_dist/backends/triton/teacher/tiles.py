@@ -20,6 +20,7 @@ from cce_dist.backends.triton.kernels.teacher.tiles import (
     JSD,
     REVERSE_KL,
     TVD,
+    merge_sums_kernel,
     tile_gradient_kernel,
     tile_sums_kernel,
     tile_terms_kernel,
@@ -34,6 +35,8 @@ KINDS = {
 }
 # Columns that a program has at once, and a warp of it.
 COLUMNS, WARP_COLUMNS = 2048, 256
+# Tokens of a program that merges the ranks' sums.
+MERGED_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -48,42 +51,61 @@ class TileKernels:
         self,
         z: Tensor,  # [n, columns] fp32, the student's logits at temperature 1
         y: Tensor,  # [n, columns] fp32, the teacher's
-        first: int,  # column of the shard
-        totals: tuple[Tensor, Tensor, Tensor],  # student's and teacher's lse, KL: [n], written
-        targets: tuple[Tensor, Tensor, Tensor] | None,  # local ids; lse and logit, written
+        first: int,  # column of the shard; at 0 the sums are written, and not read
+        sums: Tensor,  # [3 or 5, n] fp32, rows as of `FirstPass`
+        targets: Tensor | None,  # [n] local ids; None: there are three rows
     ) -> None:
         """Merges a tile's sums with those of the tiles before it."""
-        local, lse, logit = targets or (totals[0],) * 3
         start(tile_sums_kernel, (len(z),))(
             z,
             y,
-            local,
-            *totals,
-            lse,
-            logit,
+            sums if targets is None else targets,
+            sums,
             first,
             z.shape[1],
             z.stride(0),
             y.stride(0),
+            sums.stride(0),
             1 / self.temperature,
             KIND=KINDS[self.divergence],
             HAS_TARGETS=targets is not None,
             **self._block(z),
         )
 
+    def merge(self, parts: Tensor) -> Tensor:
+        """Merges the ranks' sums [W, 3 or 5, N], rows as of `FirstPass`: `Divergences.merge`."""
+        out = parts.new_empty(parts.shape[1:])
+        start(merge_sums_kernel, (triton.cdiv(out.shape[1], MERGED_TOKENS),))(
+            parts,
+            out,
+            len(parts),
+            out.shape[1],
+            parts.stride(0),
+            KIND=KINDS[self.divergence],
+            HAS_TARGETS=len(out) > 3,
+            BLOCK=MERGED_TOKENS,
+        )
+        return out
+
     def add_terms(
-        self, z: Tensor, y: Tensor, lses: tuple[Tensor, Tensor], value: Tensor, mean: Tensor
+        self,
+        z: Tensor,
+        y: Tensor,
+        first: int,  # as in `add_sums`
+        lses: tuple[Tensor, Tensor],  # [n] of both
+        terms: Tensor,  # [2, n] fp32, value and mean slope
     ) -> None:
-        """Adds a tile's part of the value and of the mean slope, [n]. Args: lses: of both."""
+        """Adds a tile's terms to those of the tiles before it."""
         start(tile_terms_kernel, (len(z),))(
             z,
             y,
             *lses,
-            value,
-            mean,
+            terms,
+            first,
             z.shape[1],
             z.stride(0),
             y.stride(0),
+            terms.stride(0),
             1 / self.temperature,
             self.beta,
             math.log(self.beta),

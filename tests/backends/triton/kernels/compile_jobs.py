@@ -424,9 +424,10 @@ def compile_tiles() -> None:
     targets = torch.zeros(2, dtype=torch.int64)
     for name in KINDS:
         kernels = TileKernels(name, 0.3, 2.0)
-        kernels.add_terms(tile, tile, (vector, vector), vector, vector)
-        for of_all in (None, (targets, vector, vector)):
-            kernels.add_sums(tile, tile, 16, (vector, vector, vector), of_all)
+        kernels.add_terms(tile, tile, 16, (vector, vector), torch.zeros(2, 2))
+        for number, of_all in ((3, None), (5, targets)):
+            kernels.add_sums(tile, tile, 16, torch.zeros(number, 2), of_all)
+            kernels.merge(torch.zeros(2, number, 2))
         for some, dtype in ((None, torch.bfloat16), (vector, torch.float32)):
             slope, scale = (None, None) if some is None else (tile, vector[0])
             at = (tile, tile, slope, 16, targets, (vector,) * 4, (vector, some))

@@ -82,27 +82,26 @@ def part_of_kl(part, near, far, whole_near, whole_far):
     return tl.where(share == 0, 0.0, share * ratio)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "stride_sums"])
 def tile_sums_kernel(
     z_ptr,  # [n, columns] fp32, the student's logits at temperature 1
     y_ptr,  # [n, columns] fp32, the teacher's
     target_ptr,  # [n] int64, within the shard; below 0: of another shard
-    student_ptr,  # [n] fp32: over the tiles so far, in and out; so are the next four
-    teacher_ptr,  # [n]
-    kl_ptr,  # [n]
-    lse_ptr,  # [n] the student's at temperature 1
-    target_logit_ptr,  # [n]
-    first,  # column of the shard
+    sums_ptr,  # [3 or 5, n] fp32 over the tiles so far, rows as of `FirstPass`: in and out
+    first,  # column of the shard; 0: there are no tiles before
     num_columns,
     stride_z,
     stride_y,
+    stride_sums,
     over_temperature,  # 1 / temperature
     KIND: tl.constexpr,
     HAS_TARGETS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Adds a tile's sums to those of the tiles before it."""
-    row = tl.program_id(0).to(tl.int64)
+    row, is_later = tl.program_id(0).to(tl.int64), first > 0
+    student_ptr = sums_ptr + row
+    teacher_ptr, kl_ptr = student_ptr + stride_sums, student_ptr + 2 * stride_sums
     lanes = tl.arange(0, BLOCK)
     nothing, lowest = tl.zeros((BLOCK,), tl.float32), tl.full((BLOCK,), LOWEST, tl.float32)
     # Each lane has sums of its own, so that the loop exchanges nothing between threads.
@@ -127,7 +126,8 @@ def tile_sums_kernel(
     largest_a, total_a, factor_a = over_lanes(top_a, sum_a)
     largest_y, total_y, factor_y = over_lanes(top_y, sum_y)
     student, teacher = largest_a + tl.log(total_a), largest_y + tl.log(total_y)
-    student_before, teacher_before = tl.load(student_ptr + row), tl.load(teacher_ptr + row)
+    student_before = tl.load(student_ptr, mask=is_later, other=float("-inf"))
+    teacher_before = tl.load(teacher_ptr, mask=is_later, other=float("-inf"))
     all_student, all_teacher = log_add(student_before, student), log_add(teacher_before, teacher)
     if (KIND == FORWARD_KL) | (KIND == REVERSE_KL):
         # What a lane's largest logits are above those of all lanes, of the near model over the far.
@@ -146,18 +146,77 @@ def tile_sums_kernel(
         ratios = tl.where(sums * factor == 0, 0.0, factor * (ratios + sums * apart))
         part = tl.sum(ratios, 0) / total - tl.log(total) + finite(tl.log(total_far))
         part = tl.where(total == 0, 0.0, part)
-        kl = part_of_kl(tl.load(kl_ptr + row), near_before, far_before, all_near, all_far)
+        kl_before = tl.load(kl_ptr, mask=is_later, other=0.0)
+        kl = part_of_kl(kl_before, near_before, far_before, all_near, all_far)
         kl += part_of_kl(part, of_near, of_far, all_near, all_far)
-        tl.store(kl_ptr + row, kl)
-    tl.store(student_ptr + row, all_student)
-    tl.store(teacher_ptr + row, all_teacher)
+        tl.store(kl_ptr, kl)
+    else:
+        tl.store(kl_ptr, 0.0)
+    tl.store(student_ptr, all_student)
+    tl.store(teacher_ptr, all_teacher)
     if HAS_TARGETS:
+        lse_ptr, target_logit_ptr = kl_ptr + stride_sums, kl_ptr + 2 * stride_sums
         largest, total_z, _ = over_lanes(top_z, sum_z)
-        tl.store(lse_ptr + row, log_add(tl.load(lse_ptr + row), largest + tl.log(total_z)))
+        before = tl.load(lse_ptr, mask=is_later, other=float("-inf"))
+        tl.store(lse_ptr, log_add(before, largest + tl.log(total_z)))
         target = tl.load(target_ptr + row) - first
         is_here = (target >= 0) & (target < num_columns)
         logit = tl.load(z_ptr + row * stride_z + target, mask=is_here, other=0.0)
-        tl.store(target_logit_ptr + row, logit, mask=is_here)
+        tl.store(target_logit_ptr, logit, mask=is_here | (first == 0))
+
+
+@triton.jit
+def log_sum_of(parts_ptr, ranks, stride, inside):
+    """Computes `logaddexp_parts` of a row of every rank."""
+    top = tl.full(inside.shape, float("-inf"), tl.float32)
+    for rank in range(ranks):
+        top = tl.maximum(top, tl.load(parts_ptr + rank * stride, mask=inside, other=0.0))
+    base = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+    total = tl.zeros(inside.shape, tl.float32)
+    for rank in range(ranks):
+        total += tl.exp(tl.load(parts_ptr + rank * stride, mask=inside, other=0.0) - base)
+    return base + tl.log(total)
+
+
+@triton.jit(do_not_specialize=["ranks", "N", "stride"])
+def merge_sums_kernel(
+    parts_ptr,  # [ranks, 3 or 5, N] fp32, rows as of `FirstPass`
+    out_ptr,  # [3 or 5, N]: out
+    ranks,
+    N,
+    stride,  # numbers from one rank to the next
+    KIND: tl.constexpr,
+    HAS_TARGETS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Merges the ranks' sums of BLOCK tokens, in the order of the ranks."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < N
+    student_ptr = parts_ptr + at
+    teacher_ptr, kl_ptr = student_ptr + N, student_ptr + 2 * N
+    student = log_sum_of(student_ptr, ranks, stride, inside)
+    teacher = log_sum_of(teacher_ptr, ranks, stride, inside)
+    kl = tl.zeros((BLOCK,), tl.float32)
+    if (KIND == FORWARD_KL) | (KIND == REVERSE_KL):
+        for rank in range(ranks):
+            part = tl.load(kl_ptr + rank * stride, mask=inside, other=0.0)
+            of_student = tl.load(student_ptr + rank * stride, mask=inside, other=0.0)
+            of_teacher = tl.load(teacher_ptr + rank * stride, mask=inside, other=0.0)
+            if KIND == FORWARD_KL:
+                kl += part_of_kl(part, of_teacher, of_student, teacher, student)
+            else:
+                kl += part_of_kl(part, of_student, of_teacher, student, teacher)
+    out_ptr += at
+    tl.store(out_ptr, student, mask=inside)
+    tl.store(out_ptr + N, teacher, mask=inside)
+    tl.store(out_ptr + 2 * N, kl, mask=inside)
+    if HAS_TARGETS:
+        lse = log_sum_of(student_ptr + 3 * N, ranks, stride, inside)
+        target_logit = tl.zeros((BLOCK,), tl.float32)
+        for rank in range(ranks):
+            target_logit += tl.load(student_ptr + 4 * N + rank * stride, mask=inside, other=0.0)
+        tl.store(out_ptr + 3 * N, lse, mask=inside)
+        tl.store(out_ptr + 4 * N, target_logit, mask=inside)
 
 
 @triton.jit
@@ -174,17 +233,18 @@ def slope_of(log_q, log_p, beta, log_rest, log_odds, KIND: tl.constexpr):
     return slope
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "stride_terms"])
 def tile_terms_kernel(
     z_ptr,
     y_ptr,
     student_ptr,  # [n] over all columns
     teacher_ptr,
-    value_ptr,  # [n] fp32: in and out
-    mean_ptr,
+    terms_ptr,  # [2, n] fp32 over the tiles so far: in and out
+    first,  # column of the shard; 0: there are no tiles before
     num_columns,
     stride_z,
     stride_y,
+    stride_terms,
     over_temperature,
     beta,
     log_beta,
@@ -212,8 +272,9 @@ def tile_terms_kernel(
             of_teacher -= tl.where(p == 0, 0.0, p * (log_beta + over_p))
     mean = tl.sum(means, 0)
     value = tl.sum(of_teacher, 0) / 2 if KIND == TVD else beta * tl.sum(of_teacher, 0) + mean
-    tl.store(value_ptr + row, tl.load(value_ptr + row) + value)
-    tl.store(mean_ptr + row, tl.load(mean_ptr + row) + mean)
+    value_ptr, mean_ptr = terms_ptr + row, terms_ptr + stride_terms + row
+    tl.store(value_ptr, tl.load(value_ptr, mask=first > 0, other=0.0) + value)
+    tl.store(mean_ptr, tl.load(mean_ptr, mask=first > 0, other=0.0) + mean)
 
 
 @triton.jit

@@ -1,0 +1,118 @@
+"""Later calls of a kind play a recording, with the bits of a call that prepares everything."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from cce_dist.backends.triton.launch.recording import Recorder
+from cce_dist.backends.triton.launch.replay import forget_recordings
+from cce_dist.testing import DTYPES, Place, nccl_pool, shared_pool
+from tests.backends.triton.launch.replay_cases import recordings
+from tests.distillation.test_by_kernels import BY_PLACE
+from tests.distillation.test_distillation import Both
+from tests.distillation.test_in_forward import on_a_gpu
+from tests.distillation.test_tiles import on_a_rank
+
+WAYS: dict[str, dict[str, Any]] = {
+    "filtered": {"gradient": "filtered", "temperature": 1.0},
+    "filtered, two temperatures": {"gradient": "filtered"},
+    "screened": {"gradient": "filtered", "logits": "screened", "alpha": 0.0},
+    "exact": {"gradient": "exact", "workspace_bytes": 2**20},
+    "in_forward": {"gradient": "in_forward"},
+}
+CASES = [
+    pytest.param(divergence, way, id=f"{divergence}-{way}")
+    for divergence in ("forward_kl", "reverse_kl", "jsd")
+    for way in WAYS
+    if way != "screened" or divergence == "forward_kl"
+]
+
+
+def both_of(seed: int, dtype: torch.dtype, device: str = "cpu") -> Both:
+    """Inputs whose number of targets that count is always the same."""
+    both, generator = Both.make(dtype), torch.Generator().manual_seed(seed)
+    changed: dict[str, Tensor] = {}
+    for field in fields(both):
+        value = getattr(both, field.name)
+        if value.is_floating_point():
+            value = torch.randn(value.shape, generator=generator).to(dtype)
+        changed[field.name] = value.to(device)
+    return replace(both, **changed)
+
+
+def results_of(both: Both, options: dict[str, Any]) -> list[Tensor]:
+    leaves = both.leaves()
+    stats = ("divergence",) if options.get("alpha") == 0 else ("divergence", "nll")
+    found = both.run(leaves, **{"reduction": "mean", "stats": stats, **options})
+    grads = torch.autograd.grad(0.5 * found.loss, list(leaves.values()))
+    return [x.detach() for x in (found.loss, found.divergence, *grads)]
+
+
+@pytest.mark.parametrize(("divergence", "way"), CASES)
+@pytest.mark.parametrize(
+    ("place", "dtype"),
+    [pytest.param(*x.values, id=x.id, marks=x.marks) for x in BY_PLACE if "fp16" in str(x.id)],
+)
+def test_a_played_call_has_the_bits_of_a_prepared_one(
+    divergence: str, way: str, place: Place, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"divergence": divergence, "workspace_bytes": 2**17, **place.options, **WAYS[way]}
+    inputs = [both_of(seed, DTYPES[dtype], place.device) for seed in range(3)]
+    flaws: list[str | None] = []
+    finish = Recorder.finish
+
+    def noted(recorder: Recorder, result: Any) -> Any:
+        flaws.append(recorder.flaw)
+        return finish(recorder, result)
+
+    monkeypatch.setattr(Recorder, "finish", noted)
+    for both in inputs[:2]:
+        results_of(both, options)
+    assert flaws and not any(flaws)
+    number = len(flaws)
+    played = results_of(inputs[2], options)
+    assert len(flaws) == number == len(recordings())
+    forget_recordings()
+    for mine, right in zip(played, results_of(inputs[2], options), strict=True):
+        assert torch.equal(mine, right)
+
+
+def on_ranks(group: Any, inputs: list[Both], split: bool, options: dict[str, Any]) -> Any:
+    forget_recordings()
+    on_rank = on_a_gpu if torch.cuda.is_available() else on_a_rank
+    found = [on_rank(group, both, split, options) for both in inputs]
+    number = len(recordings())
+    forget_recordings()
+    return number, found[-1], on_rank(group, inputs[-1], split, options)
+
+
+def check_ranks(ranks: Any) -> None:
+    for number, (loss, grads), (right, of_right) in ranks:
+        assert number and torch.equal(loss, right)
+        assert all(torch.equal(grads[name], of_right[name]) for name in grads)
+
+
+@pytest.mark.parametrize(
+    ("way", "split"), [("filtered", False), ("exact", False), ("in_forward", True)]
+)
+def test_ranks(way: str, split: bool) -> None:
+    options = {"divergence": "jsd", "backend": "triton", "reduction": "mean", **WAYS[way]}
+    inputs = [both_of(seed, torch.float32) for seed in range(3)]
+    check_ranks(shared_pool().run(2, on_ranks, inputs, split, options))
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
+@pytest.mark.parametrize("way", ["filtered", "exact", "in_forward"])
+def test_two_gpus(way: str, divergence: str) -> None:
+    options = {"divergence": divergence, "reduction": "mean", **WAYS[way]}
+    inputs = [both_of(seed, torch.bfloat16) for seed in range(3)]
+    check_ranks(nccl_pool().run(2, on_ranks, inputs, False, options))
