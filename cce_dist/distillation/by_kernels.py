@@ -33,6 +33,7 @@ from cce_dist.distillation.function import (
     Teacher,
     merge,
     require_equal_sizes,
+    tile_kernels,
 )
 from cce_dist.distillation.sweep import FirstPass
 from cce_dist.options import Screen
@@ -205,7 +206,9 @@ def _forward(
     if any(needs):
         heads.warm_up(call, weight.dtype, needs, of_nll=has_targets)
     local, scores = heads.forward(plan)
-    merged = merge(local, objective.divergences, plan, has_targets=has_targets)
+    # A rank without columns has no kernel of both heads, and merges as the others do.
+    kernels = tile_kernels(objective)
+    merged = merge(local, objective.divergences, plan, kernels, has_targets=has_targets)
     value = mean = merged.sums.kl
     if heads.beta is not None:
         value, mean, scores = heads.second_pass(plan, merged)

@@ -26,7 +26,7 @@ from cce_dist.distillation.sweep import (
 from cce_dist.frontend.reduction import PickedTokens, TokenLoss
 from cce_dist.options import Backend, LossOptions, require_choice, require_finite
 from cce_dist.ranks.gather import all_gather, require, require_same_sizes
-from cce_dist.ranks.merge_header import NUM_DIGITS, RULE, encode, flaw, is_sound
+from cce_dist.ranks.merge_header import NUM_DIGITS, RULE, digits_of, encode, flaw, is_sound
 
 if TYPE_CHECKING:
     from cce_dist.backends.triton.teacher.tiles import TileKernels
@@ -234,10 +234,7 @@ def pair_of(
     vocab_size, divergences = plan.shard.vocab_size, objective.divergences
     kernels = None
     if objective.takes_tiles:
-        # Triton may be missing elsewhere.
-        from cce_dist.backends.triton.teacher.tiles import TileKernels
-
-        kernels = TileKernels(divergences.name, divergences.beta, objective.temperature)
+        kernels = tile_kernels(objective)
         if plan.options.workspace_bytes is None:
             room = int(TILES_ROOM * room)
     return Pair(
@@ -253,6 +250,14 @@ def pair_of(
         workspace_bytes=room,
         kernels=kernels,
     )
+
+
+def tile_kernels(objective: Objective) -> TileKernels:
+    # Triton may be missing elsewhere.
+    from cce_dist.backends.triton.teacher.tiles import TileKernels
+
+    divergences = objective.divergences
+    return TileKernels(divergences.name, divergences.beta, objective.temperature)
 
 
 def require_equal_sizes(hidden: Tensor, teacher: Teacher, call: Call) -> None:
@@ -280,38 +285,46 @@ def merge(
 
     Args:
         kernels: merge them in one launch; None: eager torch does, in dozens.
-        checks: that the ranks' rows are those of one softmax, which takes dozens of launches.
+        checks: that the ranks' rows are those of one softmax, in eager torch in dozens more.
     Collectives: one all-gather of 9 + K N numbers, K = 3, or 5 with targets; without checks K N.
     """
     if plan.group is None:
         return local
-    packed = local.rows
-    if packed is None:
+    sums, full = local.rows, local.full
+    if sums is None:
         of_targets = (local.lse, local.target_logit) if has_targets else ()
-        packed = torch.stack([*local.sums, *of_targets])
-    merged_by = divergences, kernels
+        sums = torch.stack([*local.sums, *of_targets])
     if not checks:
-        return _merged(all_gather(packed, plan.group), *merged_by, local.full)
-    full = packed.new_ones(1) if local.full is None else local.full.to(packed.dtype)
-    payload = torch.cat([encode(plan.shard, packed.numel(), packed), full, packed.flatten()])
-    parts = all_gather(payload, plan.group)
-    headers = parts[:, :NUM_DIGITS]
-    rows = parts[:, NUM_DIGITS + 1 :].view(len(parts), *packed.shape)
-    student, *others = rows.transpose(0, 1)
-    lse, targets = others[2:] or (student, torch.zeros_like(student))
-    stats = Stats(lse, targets)
-    require(is_sound(headers, stats, None), lambda: flaw(headers, stats, None), RULE)
-    return _merged(rows, *merged_by, parts[:, NUM_DIGITS].sum(0, keepdim=True))
+        parts = all_gather(sums, plan.group)
+        if kernels is None:
+            return _merged(parts, divergences, full)
+        return FirstPass.of_rows(kernels.merge(parts), full)
+    full = None if full is None else full.to(sums.dtype)
+    header = plan.shard, sums.numel()
+    if kernels is None:
+        full = sums.new_ones(1) if full is None else full
+        message = torch.cat([encode(*header, sums), full, sums.flatten()])
+    else:
+        message = kernels.pack(sums, full, digits_of(*header))
+    messages = all_gather(message, plan.group)
+    headers, full = messages[:, :NUM_DIGITS], messages[:, NUM_DIGITS].sum(0, keepdim=True)
+    if kernels is None:
+        parts = messages[:, NUM_DIGITS + 1 :].view(len(messages), *sums.shape)
+        lse = parts[:, 3 if has_targets else 0]
+        stats = Stats(lse, parts[:, 4] if has_targets else torch.zeros_like(lse))
+        merged, sound = _merged(parts, divergences, full), is_sound(headers, stats, None)
+    else:
+        rows, sound = kernels.merge_messages(messages, len(sums))
+        merged = FirstPass.of_rows(rows, full)
+    require(sound, flaw, RULE, headers)
+    return merged
 
 
 def _merged(
     rows: Tensor,  # [W, K, N]
     divergences: Divergences,
-    kernels: TileKernels | None,
     full: Tensor | None,
 ) -> FirstPass:
-    if kernels is not None:
-        return FirstPass.of_rows(kernels.merge(rows), full)
     student, teacher, kl, *others = rows.transpose(0, 1)
     sums = divergences.merge(Sums(student, teacher, kl))
     if not others:

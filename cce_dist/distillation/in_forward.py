@@ -192,7 +192,7 @@ def _add_chunk(
     """Computes the tokens `at`. The chunk's logits are freed when it returns."""
     chunk = pair.of_tokens(at.start, at.stop)
     of_ranks = {"has_targets": pair.has_targets, "checks": at.start == 0}
-    merged = merge(first_pass(chunk), pair.divergences, plan, **of_ranks)
+    merged = merge(first_pass(chunk), pair.divergences, plan, pair.kernels, **of_ranks)
     value, mean = value_and_mean(chunk, merged.sums, plan)
     values[0][at] = value
     if values[1] is not None:

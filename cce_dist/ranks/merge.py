@@ -143,7 +143,7 @@ def start_merge_stats(
         def merge_by_kernel() -> Stats:
             parts = gather()
             merged, sound = kernels.merge(parts, count)
-            _require_sound(sound, parts[:, :NUM_DIGITS], _fields(parts, local, merged), count)
+            require(sound, flaw, RULE, parts[:, :NUM_DIGITS])
             return local.unpack(merged)
 
         return merge_by_kernel
@@ -162,7 +162,7 @@ def _reduced(adapter: RankGroup, local: Stats, shard: VocabShard, count: Tensor 
 
 def _merged(parts: Tensor, local: Stats, packed: Tensor, count: Tensor | None) -> Stats:
     headers, stats = parts[:, :NUM_DIGITS], _fields(parts, local, packed)
-    _require_sound(is_sound(headers, stats, count), headers, stats, count)
+    require(is_sound(headers, stats, count), flaw, RULE, headers)
     _, start, stop, vocab_size = decode(headers).unbind(1)
     num_classes = (stop.minimum(vocab_size) - start).clamp_min(0)
     merged = merge_parts(stats, num_classes.to(packed.dtype), start.to(packed.dtype))
@@ -173,7 +173,3 @@ def _fields(parts: Tensor, local: Stats, packed: Tensor) -> Stats:
     """Turns the messages of all ranks, [W, 8 + K N], into the fields that `local` has, [W, N]."""
     rows = parts[:, NUM_DIGITS:].view(len(parts), *packed.shape)
     return local.unpack(rows.transpose(0, 1))
-
-
-def _require_sound(sound: Tensor, headers: Tensor, stats: Stats, count: Tensor | None) -> None:
-    require(sound, flaw, RULE, headers, stats, count)

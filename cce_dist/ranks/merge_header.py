@@ -62,8 +62,8 @@ def is_sound(headers: Tensor, stats: Stats, count: Tensor | None) -> Tensor:
     return _same_length(decoded) & _tiles(decoded) & ~_is_repeated(stats, count)
 
 
-def flaw(headers: Tensor, stats: Stats, count: Tensor | None) -> str:
-    """Describes the reason why `is_sound` is False. Args: as in `is_sound`."""
+def flaw(headers: Tensor) -> str:
+    """Describes the reason why `is_sound` is False. Args: headers: [W, 8]."""
     decoded = decode(headers)
     if not _same_length(decoded):
         # With different lengths the rest of the numbers means nothing.

@@ -86,18 +86,18 @@ def _of_all(local: Stats, segments: int) -> Stats:
 def _require_sound(headers: Tensor, stats: Stats, count: Tensor | None) -> None:
     # One segment of each rank, and its target's logit, tell as much as the whole shard.
     plain = Stats(stats.lse[:, 0], stats.target_logit.sum(1))
-    require(is_sound(headers, plain, count), lambda: flaw(headers, plain, count), RULE)
+    require(is_sound(headers, plain, count), flaw, RULE, headers)
     _, start, stop, _ = decode(headers).unbind(1)
     rows, ranks = stop[0] - start[0], len(headers)
     place = torch.arange(ranks, device=start.device)
     even = (start == place * rows).all() & (stop - start == rows).all()
     even = even & (rows % (SEGMENTS // ranks) == 0)
 
-    def message() -> str:
+    def message(start: Tensor, stop: Tensor) -> str:
         bounds = list(zip(start.tolist(), stop.tolist(), strict=True))
         return f"{EVEN}, got (start, stop) by rank: {bounds}"
 
-    require(even, message, EVEN)
+    require(even, message, EVEN, start, stop)
 
 
 class PairwiseSum:

@@ -131,9 +131,7 @@ def test_parts_of_another_length_do_not_belong_together(place: Place) -> None:
     assert merge_lse_and_target(parts.to(place.device), None)[1].item() == 0
     stats = Stats(*parts[:, NUM_DIGITS:].view(3, 2, 5).unbind(1))
     assert not is_sound(parts[:, :NUM_DIGITS], stats, None)
-    assert "as many numbers to the merge, got by rank [10, 12, 10]" in flaw(
-        parts[:, :NUM_DIGITS], stats, None
-    )
+    assert "as many numbers to the merge, got by rank [10, 12, 10]" in flaw(parts[:, :NUM_DIGITS])
 
 
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, num_tokens=[0, 1, 700]))

@@ -13,8 +13,9 @@ from torch import Tensor
 from cce_dist import VocabShard
 from cce_dist.backends.triton.teacher import tiles
 from cce_dist.backends.triton.teacher.tiles import COLUMNS, TileKernels
-from cce_dist.core.stats import logaddexp_parts
+from cce_dist.core.stats import Stats, logaddexp_parts
 from cce_dist.distillation.divergences import Divergences, Sums
+from cce_dist.ranks.merge_header import NUM_DIGITS, digits_of, is_sound
 from cce_dist.testing import DTYPES, TRITON_PLACES, Place, shared_pool
 from tests.distillation.test_by_kernels import BY_PLACE, MARKS, gradients, wide_leaves
 from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, error
@@ -147,13 +148,52 @@ def test_the_merge_of_ranks_is_that_of_eager_torch(
     parts[0, 0, 40], parts[0, 1, 50], parts[0, 2, 60] = torch.inf, torch.nan, torch.nan
     # As behind the header of a rank's message: a rank's numbers are apart from those of the next.
     apart = torch.zeros(4, 9 + parts[0].numel(), device=place.device)[:, 9:].view_as(parts)
-    merged = TileKernels(divergence, 0.3, 1.0).merge(apart.copy_(parts)).cpu()
+    kernels = TileKernels(divergence, 0.3, 1.0)
+    merged = kernels.merge(apart.copy_(parts)).cpu()
+    shards = [VocabShard(5 * rank, 5 * rank + 5, 20) for rank in range(4)]
+    headers = [digits_of(shard, parts[0].numel()) for shard in shards]
+    messages = [
+        kernels.pack(part.to(place.device), None, header)
+        for part, header in zip(parts, headers, strict=True)
+    ]
+    again, sound = kernels.merge_messages(torch.stack(messages), parts.shape[1])
+    assert sound.item() == 1
+    torch.testing.assert_close(again.cpu(), merged, equal_nan=True, rtol=0, atol=0)
     expected = [*eager.merge(Sums(*parts[:, :3].transpose(0, 1)))]
     if eager.passes == 2:
         expected[2] = torch.zeros(300)  # not in use
     if has_targets:
         expected += [logaddexp_parts(parts[:, 3]), parts[:, 4].sum(0)]
     torch.testing.assert_close(merged, torch.stack(expected), equal_nan=True, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(place, id=str(place), marks=MARKS[place.device]) for place in TRITON_PLACES],
+)
+@pytest.mark.parametrize("fault", ["none", "length", "gap", "same rows", "same rows, no targets"])
+def test_messages_that_do_not_belong_together(fault: str, place: Place) -> None:
+    rows, kernels = 3 if "no" in fault else 5, TileKernels("jsd", 0.3, 1.0)
+    sums = torch.randn(3, rows, 40, generator=torch.Generator().manual_seed(0)).to(place.device)
+    if rows == 5:
+        sums[1:, 4] = 0
+    if "same rows" in fault:
+        sums[:, : min(rows, 4)] = sums[0, : min(rows, 4)].clone()
+    bounds = [(0, 5), (5 + (fault == "gap"), 9), (9, 14)]
+    full = [torch.full((1,), float(rank), device=place.device) for rank in range(3)]
+    messages = []
+    for rank, (start, stop) in enumerate(bounds):
+        length = sums[0].numel() + (fault == "length" and rank == 2)
+        header = digits_of(VocabShard(start, stop, 14), length)
+        messages.append(kernels.pack(sums[rank], full[rank], header))
+    packed = torch.stack(messages)
+    sound = kernels.merge_messages(packed, rows)[1].item()
+    parts = packed[:, NUM_DIGITS + 1 :].view(sums.shape)
+    targets = parts[:, 4] if rows == 5 else torch.zeros_like(parts[:, 0])
+    stats = Stats(parts[:, 3 if rows == 5 else 0], targets)
+    assert sound == is_sound(packed[:, :NUM_DIGITS], stats, None)
+    assert sound == (fault in ("none", "same rows, no targets"))
+    assert torch.equal(packed[:, NUM_DIGITS], torch.cat(full))
 
 
 def test_each_value_alone_has_its_gradient() -> None:

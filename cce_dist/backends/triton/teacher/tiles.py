@@ -9,23 +9,29 @@ The logits are products of the library's; a kernel reads a tile once.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
+from cce_dist.backends.triton.kernels.teacher.merge import (
+    BEFORE,
+    merge_sums_kernel,
+    pack_sums_kernel,
+)
 from cce_dist.backends.triton.kernels.teacher.tiles import (
     FORWARD_KL,
     JSD,
     REVERSE_KL,
     TVD,
-    merge_sums_kernel,
     tile_gradient_kernel,
     tile_sums_kernel,
     tile_terms_kernel,
 )
 from cce_dist.backends.triton.launch.start import start
+from cce_dist.ranks.merge_header import DIGIT, LEAST_SPREAD, LEAST_TOKENS, LOOK_AT, SAME
 
 KINDS = {
     "forward_kl": FORWARD_KL.value,
@@ -35,8 +41,8 @@ KINDS = {
 }
 # Columns that a program has at once, and a warp of it.
 COLUMNS, WARP_COLUMNS = 2048, 256
-# Tokens of a program that merges the ranks' sums.
-MERGED_TOKENS = 128
+# Tokens of a program that merges the ranks' sums, and numbers of one that packs them.
+MERGED_TOKENS, PACKED_NUMBERS = 128, 1024
 
 
 @dataclass(frozen=True)
@@ -72,20 +78,57 @@ class TileKernels:
             **self._block(z),
         )
 
+    def pack(self, sums: Tensor, full: Tensor | None, header: Sequence[int]) -> Tensor:
+        """Packs a rank's message, [9 + 3 N or 5 N]: header, `full` [1] or 1, sums [3 or 5, N]."""
+        length = sums.numel()
+        out = sums.new_empty(BEFORE.value + length)
+        start(pack_sums_kernel, (max(1, triton.cdiv(length, PACKED_NUMBERS)),))(
+            sums,
+            sums if full is None else full,
+            out,
+            length,
+            *(float(number) for number in header),
+            HAS_FULL=full is not None,
+            BLOCK=PACKED_NUMBERS,
+        )
+        return out
+
     def merge(self, parts: Tensor) -> Tensor:
-        """Merges the ranks' sums [W, 3 or 5, N], rows as of `FirstPass`: `Divergences.merge`."""
+        """Merges the ranks' sums, [W, 3 or 5, N], as `Divergences.merge`: [3 or 5, N]."""
         out = parts.new_empty(parts.shape[1:])
-        start(merge_sums_kernel, (triton.cdiv(out.shape[1], MERGED_TOKENS),))(
+        self._merge(parts, out, None)
+        return out
+
+    def merge_messages(self, messages: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Merges what `pack` returned on each rank, [W, 9 + rows N], rows 3 or 5.
+
+        Returns: the merged sums, [rows, N]; [1] int32: 1 if they are those of one softmax.
+        """
+        out = messages.new_empty(rows, (messages.shape[1] - BEFORE.value) // rows)
+        sound = torch.empty(1, dtype=torch.int32, device=messages.device)
+        self._merge(messages, out, sound)
+        return out, sound
+
+    def _merge(self, parts: Tensor, out: Tensor, sound: Tensor | None) -> None:
+        checks = sound is not None
+        start(merge_sums_kernel, (max(1, triton.cdiv(out.shape[1], MERGED_TOKENS)) + checks,))(
             parts,
             out,
+            out if sound is None else sound,
             len(parts),
             out.shape[1],
             parts.stride(0),
             KIND=KINDS[self.divergence],
             HAS_TARGETS=len(out) > 3,
+            CHECKS=checks,
             BLOCK=MERGED_TOKENS,
+            BLOCK_RANKS=triton.next_power_of_2(len(parts)),
+            DIGIT=DIGIT,
+            LOOK_AT=LOOK_AT,
+            LEAST_TOKENS=LEAST_TOKENS,
+            SAME=SAME,
+            LEAST_SPREAD=LEAST_SPREAD,
         )
-        return out
 
     def add_terms(
         self,

@@ -428,6 +428,9 @@ def compile_tiles() -> None:
         for number, of_all in ((3, None), (5, targets)):
             kernels.add_sums(tile, tile, 16, torch.zeros(number, 2), of_all)
             kernels.merge(torch.zeros(2, number, 2))
+            kernels.merge_messages(torch.zeros(2, 9 + 2 * number), number)
+    for full in (None, vector[:1]):
+        TileKernels("jsd", 0.3, 2.0).pack(torch.zeros(3, 2), full, [0] * 8)
         for some, dtype in ((None, torch.bfloat16), (vector, torch.float32)):
             slope, scale = (None, None) if some is None else (tile, vector[0])
             at = (tile, tile, slope, 16, targets, (vector,) * 4, (vector, some))

@@ -166,60 +166,6 @@ def tile_sums_kernel(
 
 
 @triton.jit
-def log_sum_of(parts_ptr, ranks, stride, inside):
-    """Computes `logaddexp_parts` of a row of every rank."""
-    top = tl.full(inside.shape, float("-inf"), tl.float32)
-    for rank in range(ranks):
-        top = tl.maximum(top, tl.load(parts_ptr + rank * stride, mask=inside, other=0.0))
-    base = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-    total = tl.zeros(inside.shape, tl.float32)
-    for rank in range(ranks):
-        total += tl.exp(tl.load(parts_ptr + rank * stride, mask=inside, other=0.0) - base)
-    return base + tl.log(total)
-
-
-@triton.jit(do_not_specialize=["ranks", "N", "stride"])
-def merge_sums_kernel(
-    parts_ptr,  # [ranks, 3 or 5, N] fp32, rows as of `FirstPass`
-    out_ptr,  # [3 or 5, N]: out
-    ranks,
-    N,
-    stride,  # numbers from one rank to the next
-    KIND: tl.constexpr,
-    HAS_TARGETS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Merges the ranks' sums of BLOCK tokens, in the order of the ranks."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < N
-    student_ptr = parts_ptr + at
-    teacher_ptr, kl_ptr = student_ptr + N, student_ptr + 2 * N
-    student = log_sum_of(student_ptr, ranks, stride, inside)
-    teacher = log_sum_of(teacher_ptr, ranks, stride, inside)
-    kl = tl.zeros((BLOCK,), tl.float32)
-    if (KIND == FORWARD_KL) | (KIND == REVERSE_KL):
-        for rank in range(ranks):
-            part = tl.load(kl_ptr + rank * stride, mask=inside, other=0.0)
-            of_student = tl.load(student_ptr + rank * stride, mask=inside, other=0.0)
-            of_teacher = tl.load(teacher_ptr + rank * stride, mask=inside, other=0.0)
-            if KIND == FORWARD_KL:
-                kl += part_of_kl(part, of_teacher, of_student, teacher, student)
-            else:
-                kl += part_of_kl(part, of_student, of_teacher, student, teacher)
-    out_ptr += at
-    tl.store(out_ptr, student, mask=inside)
-    tl.store(out_ptr + N, teacher, mask=inside)
-    tl.store(out_ptr + 2 * N, kl, mask=inside)
-    if HAS_TARGETS:
-        lse = log_sum_of(student_ptr + 3 * N, ranks, stride, inside)
-        target_logit = tl.zeros((BLOCK,), tl.float32)
-        for rank in range(ranks):
-            target_logit += tl.load(student_ptr + 4 * N + rank * stride, mask=inside, other=0.0)
-        tl.store(out_ptr + 3 * N, lse, mask=inside)
-        tl.store(out_ptr + 4 * N, target_logit, mask=inside)
-
-
-@triton.jit
 def slope_of(log_q, log_p, beta, log_rest, log_odds, KIND: tl.constexpr):
     """Computes `Divergences.slopes`; log_rest is log(1 - beta)."""
     difference = log_q - log_p

@@ -31,14 +31,14 @@ def bounds_of(header_ptr, DIGIT: tl.constexpr):
 
 
 @triton.jit
-def tiles_whole(parts_ptr, ranks, N, stride, BLOCK_RANKS: tl.constexpr, DIGIT: tl.constexpr):
-    """Checks that all ranks sent 2 N numbers, and that their shards tile the vocabulary."""
+def tiles_whole(parts_ptr, ranks, length, stride, BLOCK_RANKS: tl.constexpr, DIGIT: tl.constexpr):
+    """Checks that all ranks sent `length` numbers, and that their shards tile the vocabulary."""
     rank = tl.arange(0, BLOCK_RANKS)
     real = rank < ranks
     headers = parts_ptr + tl.minimum(rank, ranks - 1).to(tl.int64) * stride
     start, stop, size = bounds_of(headers, DIGIT)
     whole = number_of(parts_ptr, 3, DIGIT)
-    fine = tl.sum(tl.where(number_of(headers, 0, DIGIT) != 2 * N, 1, 0), 0) == 0
+    fine = tl.sum(tl.where(number_of(headers, 0, DIGIT) != length, 1, 0), 0) == 0
     fine = fine & (tl.sum(tl.where(real, stop - start, 0), 0) == whole)
     fine = fine & (tl.sum(tl.where(size != whole, 1, 0), 0) == 0)
     header_ptr = parts_ptr
@@ -142,7 +142,7 @@ def merge_ranks_kernel(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
     if tl.program_id(0) == tl.num_programs(0) - 1:
-        fine = tiles_whole(parts_ptr, ranks, N, stride, BLOCK_RANKS, DIGIT)
+        fine = tiles_whole(parts_ptr, ranks, 2 * N, stride, BLOCK_RANKS, DIGIT)
         count = N
         if HAS_COUNT:
             count = tl.load(count_ptr)
