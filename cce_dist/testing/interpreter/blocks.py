@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cce_dist.testing.interpreter.mends import hardware_exp2
 from cce_dist.testing.interpreter.ops import (
     NUMPY_DTYPES,
     POINTERS,
@@ -24,7 +25,7 @@ from cce_dist.testing.interpreter.ops import (
 
 # Functions of triton.language and of its `math`.
 ELEMENTWISE: dict[str, Function] = {
-    "exp2": np.exp2,
+    "exp2": hardware_exp2,
     "log2": np.log2,
     "floor": np.floor,
     "exp": np.exp,

@@ -1,4 +1,5 @@
-"""Corrections of errors in the interpreters of Triton's releases; their compilers are right."""
+"""Corrections of the interpreters of Triton's releases: of errors that their compilers do not have,
+and of an instruction that flushes small numbers."""
 
 from __future__ import annotations
 
@@ -8,14 +9,25 @@ from typing import Any
 
 import numpy as np
 
+# The least number of fp32 that has all its digits.
+LEAST_NORMAL = np.finfo(np.float32).tiny
+
+
+def hardware_exp2(x: Any) -> Any:
+    """Computes 2^x, but 0 below 2^-126, as `ex2.approx.ftz`, to which Triton compiles `exp2`."""
+    result = np.exp2(x)
+    return np.where(result < LEAST_NORMAL, result.dtype.type(0), result)
+
 
 def mend_interpreter(interpreter: Any, version: tuple[int, ...]) -> None:
     """Corrects the interpreter of this `version` of Triton, in this process from here on."""
+    builder = interpreter.interpreter_builder
+    builder.create_exp2 = lambda x: builder.unary_op(x, hardware_exp2)
     if version < (3, 6):
         descriptor = interpreter.TensorDescHandle
         descriptor.validate = _checking_bytes(descriptor.validate)
     if version >= (3, 9):
-        builder, reduction = interpreter.interpreter_builder, interpreter.ReduceOps
+        reduction = interpreter.ReduceOps
         for name in dir(builder):
             if name.startswith("create_fcmp"):
                 setattr(builder, name, _comparing_bf16(interpreter, getattr(builder, name)))

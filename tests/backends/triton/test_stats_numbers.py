@@ -202,3 +202,57 @@ def test_products_overflow_before_exponentials(
     for value, expected in zip(found, right, strict=True):
         if isinstance(expected, torch.Tensor):
             torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+NEARLY: dict[str, dict[str, Any]] = {
+    **WAYS,
+    "logits kept": {"gradient": "exact", "keep_logits": True},
+    "one pass": {"gradient": "in_forward", "filter": Filter(keep=0)},
+    "invariant": {"gradient": "exact", "invariant": True},
+}
+
+
+@pytest.mark.parametrize("stats", [(), ("lse", "entropy", "sum_p2", "logit_moments")])
+@pytest.mark.parametrize("num_columns", [17, 2000])
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=NEARLY, dtype=("fp16", "bf16", "fp32")))
+def test_sums_that_nearly_overflow(
+    place: Place,
+    way: dict[str, Any],
+    dtype: str,
+    num_columns: int,
+    stats: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One logit lies 80 to 96 above all others, in a tile that no launch has seen before. Within
+    2^128 a sum is finite, but its inverse is below the hardware's least exponential."""
+    if "invariant" in way and dtype == "fp16":
+        pytest.skip("refused")
+    give_programs(monkeypatch, 2)
+    weight = 0.1 * torch.randn(num_columns, 16, generator=generator())
+    weight[:, :2] = 0
+    weight[-5, 0], weight[-5, 1] = 1, 1
+    hidden = torch.zeros(256, 16)
+    # To an eighth, which 16 bits hold as the sum of two numbers.
+    height = 80 + torch.arange(256) / 16
+    hidden[:, 0], hidden[:, 1] = height.floor(), height - height.floor()
+    targets = torch.randint(num_columns - 5, (256,), generator=generator())
+    tensors = [x.to(place.device, DTYPES[dtype]) for x in (hidden, weight)]
+    leaves = [x.requires_grad_() for x in tensors]
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    call = {"stats": stats, "reduction": "mean"}
+    of_lse = "lse" in stats and way.get("gradient") != "in_forward"
+    results = []
+    for inputs, options in (
+        (leaves, {**way, **place.options}),
+        (wide, {"backend": "torch", "gradient": "exact"}),
+    ):
+        found = linear_cross_entropy(*inputs, targets.to(place.device), **call, **options)  # pyright: ignore
+        loss = found.loss if isinstance(found, LossOutput) else found
+        values = [x for x in found if isinstance(x, torch.Tensor)] if stats else [loss]
+        total = loss + (found.lse.mean() if of_lse else 0)  # pyright: ignore
+        results.append((values, torch.autograd.grad(total, inputs)))
+    for value, expected in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(value.double(), expected.double(), rtol=1e-5, atol=2e-5)
+    for grad, expected in zip(results[0][1], results[1][1], strict=True):
+        error = (grad.double() - expected).norm() / expected.norm()
+        assert error < (2e-5 if dtype == "fp32" else 1e-2)

@@ -61,7 +61,8 @@ def fast_log2(x):
 
 @triton.jit
 def exp2_of(x):
-    """Computes 2^x to fp32's last digits. The hardware's exp2 is off by up to 2^-22, with bias."""
+    """Computes 2^x to fp32's last digits. The hardware's exp2 is off by up to 2^-22, with bias, and
+    0 below 2^-126: a sum of nearly 2^128 has such factors, and their product counts."""
     whole = tl.floor(x + 0.5)
     f = x - whole
     odd = 0.0013333558 + f * (0.0001540353 + f * 0.0000152527)
@@ -69,7 +70,8 @@ def exp2_of(x):
     near = 1.0 + (f * 0.6931471806 + f * f * odd)
     inside = (x > -126.0) & (x < 127.0)
     power = (tl.where(inside, whole, 0.0).to(tl.int32) + 127) << 23
-    return tl.where(inside, near * power.to(tl.float32, bitcast=True), tl.exp2(x))
+    root = tl.exp2(0.5 * x)
+    return tl.where(inside, near * power.to(tl.float32, bitcast=True), root * root)
 
 
 @triton.jit

@@ -186,7 +186,7 @@ def sum_tiles(
     first_ref = start_state(
         lower_ptr + token, state_ptrs, extras_ptrs, before_ptrs, state_offset, GROUPS * splits,
         stride, size, token < count, launch, num_turns, HAS_SCORE, HAS_SURPLUS, HAS_SQUARES,
-        HAS_UNKEPT, IS_SCREENED,
+        HAS_UNKEPT, IS_SCREENED, False,
     )  # fmt: skip
     ref_tile = of_token.index(5 * group)
     ref_tile.store(first_ref)

@@ -120,7 +120,7 @@ def keep_tiles(
     # All splits start as the first one does, so that they have the same reference.
     ref = start_state(
         lower_ptr + token, state_ptrs, state_ptrs, before_ptrs, 0, GROUPS * splits, stride, size,
-        token < count, launch, num_turns, False, False, False, False, False,
+        token < count, launch, num_turns, False, False, False, False, False, True,
     )  # fmt: skip
     gl.store(kept_ref_ptr + token, ref, mask=(token < N) & (split + group == 0))
     ref_tile = ref_tiles.index(group)
@@ -139,9 +139,7 @@ def keep_tiles(
             x, total, bias, ref_tile, logit_ptr, columns, block, N, V, scale, softcap, ROWS,
             BLOCK_N, HAS_BIAS, HAS_SOFTCAP,
         )  # fmt: skip
-    # A split that had overflowed leaves no reference: such a block is computed again.
-    whole = gl.where(ref < float("inf"), whole_sum(total, by_token), float("inf"))
-    gl.store(state_ptrs + size, whole)
+    gl.store(state_ptrs + size, whole_sum(total, by_token))
 
 
 @gluon.jit(do_not_specialize=["launch"])

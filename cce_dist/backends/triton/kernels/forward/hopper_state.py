@@ -30,6 +30,7 @@ def start_state(
     HAS_SQUARES: gl.constexpr,
     HAS_UNKEPT: gl.constexpr,
     OF_DROPPED: gl.constexpr,  # see `launches.raise_reference`
+    HAS_LOGITS: gl.constexpr,
 ):
     """Starts a state as `launches.start_state`; returns the reference, from all splits' sums,
     [BLOCK_N]."""
@@ -45,8 +46,10 @@ def start_state(
         )
         before = gl.load(before_ptrs + split_offset)
         # Other ranks' sums may have raised the lower bound.
-        ref = gl.maximum(ref, before)
         ref = gl.maximum(ref, expected)
+        # As there: kept logits have one reference, and a split's own may be infinite.
+        if not HAS_LOGITS:
+            ref = gl.maximum(ref, before)
         shrink = exp2_of(before - ref)
         # PROBE's sums were for references alone.
         goes_on = (launch > launches.FIRST) & counts

@@ -122,11 +122,11 @@ def start_both(
     state_ptrs, teacher_ptrs = state_ptr + at + state_offset, teacher_ptr + at + state_offset
     ref = start_state(
         lower_ptrs, state_ptrs, state_ptrs, state_ptr + before, state_offset, splits, stride, size,
-        counts, launch, num_turns, True, False, False, False, False,
+        counts, launch, num_turns, True, False, False, False, False, False,
     )  # fmt: skip
     teacher_ref = start_state(
         teacher_lower_ptrs, teacher_ptrs, teacher_ptrs, teacher_ptr + before, state_offset, splits,
-        stride, size, counts, launch, num_turns, True, True, False, False, False,
+        stride, size, counts, launch, num_turns, True, True, False, False, False, False,
     )  # fmt: skip
     # The log ratios are relative to both references; `start_state` knows the teacher's alone.
     so_far = gl.load(teacher_ptrs + 3 * size)
