@@ -92,7 +92,7 @@ _TESTS: dict[str, tuple[str, ...]] = {
         *("[forward_kl-True-triton_cuda]", "[jsd-False-triton_cuda]"),
     ),
     "backends/triton/test_stats_numbers.py::test_sums_that_nearly_overflow": (
-        *("[triton_cuda-filtered-bf16-2000-stats0]", "[triton_cuda-one pass-bf16-17-stats0]"),
+        *("[triton_cuda-bf16-filtered-2000]", "[triton_cuda-bf16-one pass-17]"),
     ),
     "distillation/test_listed.py::test_values_and_gradients_are_those_of_dense_logits": (
         "triton_cuda-forward_kl-class-1-",
