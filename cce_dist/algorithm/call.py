@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.protocol import ExpectedBackward, WeightGrad
+from cce_dist.core.records import handed_out
 from cce_dist.core.types import Head, QuantizedRows, QuantizeOnce, Tokens
 
 
@@ -88,6 +89,9 @@ class GradWeight:
         return cls(grad, WeightGrad(grad[:classes], accumulate=False))
 
 
+handed_out.append(GradWeight)
+
+
 def pad_bias(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """Pads [num_classes] in the accumulation dtype to [V_local] as bias, with 0."""
     if grad is None or bias is None:
@@ -95,10 +99,11 @@ def pad_bias(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
     return torch.cat([grad, grad.new_zeros(bias.shape[0] - grad.shape[0])]).to(bias.dtype)
 
 
-def require_in_memory(weight: Tensor) -> None:
-    """Checks in a backward that the weight's memory was not freed."""
+def require_in_memory(weight: Tensor, name: str = "weight") -> None:
+    """Checks in a backward that a weight's memory was not freed. A recording does not: what it
+    plays has to be checked before."""
     if weight.numel() and not weight.untyped_storage().nbytes():
         raise RuntimeError(
-            "weight must stay in memory until the backward of linear_cross_entropy, got memory "
-            "that was freed, as FSDP's reshard() does: FSDP calls it after the backward itself"
+            f"{name} must stay in memory until the backward of the loss, got memory that was "
+            "freed, as FSDP's reshard() does: FSDP calls it after the backward itself"
         )

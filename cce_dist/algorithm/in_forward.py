@@ -14,6 +14,7 @@ from cce_dist.algorithm.call import Call, GradWeight, pad_bias
 from cce_dist.algorithm.plan import Plan
 from cce_dist.algorithm.two_pass import Grads, Needs
 from cce_dist.backends.protocol import BackwardRequest, Room, WeightGrad
+from cce_dist.core.records import handed_out
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, LocalGrads, Tokens, Upstream, accumulate_dtype
 from cce_dist.options import TOKEN_BLOCK
@@ -47,6 +48,9 @@ class Computed:
 
     def clear(self) -> None:
         self.hidden = self.bias = self.weight = None
+
+
+handed_out.append(Computed)
 
 
 class Forward(NamedTuple):

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from cce_dist.core.observer import same_by_identity
 
+# Records whose tensors a caller gets as gradients: each has an allocation of its own.
+handed_out: list[type] = []
+
 
 @cache
 def names_of(kind: type) -> tuple[str, ...] | None:

@@ -34,6 +34,7 @@ from cce_dist.distillation.function import (
     merge,
     require_equal_sizes,
     tile_kernels,
+    unpacked,
 )
 from cce_dist.distillation.sweep import FirstPass
 from cce_dist.options import Screen
@@ -172,15 +173,13 @@ class DistillByKernels(torch.autograd.Function):
     @once_differentiable
     @outside_autocast
     def backward(ctx: Any, *grads: Tensor | None):
-        student, saved = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
         if grads[0] is None and grads[1] is None:
             return (None,) * 6
-        of_call = Teacher(*saved[:3], *ctx.softcap_and_scale), ctx.call, ctx.objective
-        after = 6 + int(ctx.objective.divergences.has_mean)
-        vectors, tensors = saved[3:after], saved[after:]
-        scores = put_together(ctx.scores, iter(tensors))
-        needs = ctx.needs_input_grad[:3]
-        out = _played_backward(student, *of_call, (vectors, scores), grads[:2], needs)
+        student, teacher, saved = unpacked(ctx)
+        number = 3 + int(ctx.objective.divergences.has_mean)
+        scores = put_together(ctx.scores, iter(saved[number:]))
+        of_call, needs = (teacher, ctx.call, ctx.objective), ctx.needs_input_grad[:3]
+        out = _played_backward(student, *of_call, (saved[:number], scores), grads[:2], needs)
         return *out, None, None, None
 
 

@@ -285,7 +285,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 
 
 def _backward(ctx: Any, of_divergence: Any, of_nll: Any, *_: Any) -> tuple[Any, ...]:
-    tensors, kept = ctx.saved_tensors[:9], list(ctx.saved_tensors[9:])
+    saved = ctx.saved_tensors
+    tensors, kept = saved[:9], list(saved[9:])
     vectors, state = kept[: ctx.num_vectors], kept[ctx.num_vectors :]
     grads = iter(
         torch.ops.cce_dist.distill_backward(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from cce_dist.algorithm.call import Call, GradWeight, pad_bias
+from cce_dist.algorithm.call import Call, GradWeight, pad_bias, require_in_memory
 from cce_dist.algorithm.once import once_differentiable, outside_autocast
 from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.choose import TORCH, choose_backend, repeated
@@ -143,11 +143,25 @@ class Distill(torch.autograd.Function):
     @once_differentiable
     @outside_autocast
     def backward(ctx: Any, *grads: Tensor | None):
-        student, saved = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
-        of_call = Teacher(*saved[:3], *ctx.softcap_and_scale), ctx.call, ctx.objective
+        student, teacher, saved = unpacked(ctx)
+        of_call = teacher, ctx.call, ctx.objective
         run = _played_backward if ctx.objective.takes_tiles else _backward
-        out = run(student, *of_call, saved[3:], grads[:2], ctx.needs_input_grad[:3])
+        out = run(student, *of_call, saved, grads[:2], ctx.needs_input_grad[:3])
         return *out, None, None, None
+
+
+def unpacked(ctx: Any) -> tuple[Student, Teacher, tuple[Tensor, ...]]:
+    """Returns the student's and the teacher's tensors, and the others that a forward has saved.
+
+    Raises:
+        RuntimeError: a weight's memory was freed.
+    """
+    # Once: checkpointing without reentry refuses a second time, and other hooks copy once more.
+    hidden, weight, bias, *saved = ctx.saved_tensors
+    teacher = Teacher(*saved[:3], *ctx.softcap_and_scale)
+    require_in_memory(weight)
+    require_in_memory(teacher.weight, "teacher_weight")
+    return (hidden, weight, bias), teacher, tuple(saved[3:])
 
 
 def _forward(

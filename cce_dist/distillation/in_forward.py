@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.algorithm import in_forward
-from cce_dist.algorithm.call import Call
+from cce_dist.algorithm.call import Call, require_in_memory
 from cce_dist.algorithm.once import once_differentiable, outside_autocast
 from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.choose import TORCH, repeated
@@ -98,6 +98,8 @@ class DistillInForward(torch.autograd.Function):
             return (None,) * 8
         if computed.is_used:
             teacher = Teacher(*tensors, *ctx.softcap_and_scale)
+            require_in_memory(weight)
+            require_in_memory(teacher.weight, "teacher_weight")
             computed = _forward((hidden, weight, bias), teacher, *ctx.of_loss)[-1]
         scale = TORCH.scale
         if objective.takes_tiles:

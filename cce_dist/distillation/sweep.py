@@ -128,8 +128,8 @@ class FirstPass(NamedTuple):
 
     @classmethod
     def of_rows(cls, rows: Tensor, full: Tensor | None = None) -> FirstPass:
-        """Args: rows: student's and teacher's lse, KL; with targets lse and target logit as well,
-        which are others of these without."""
+        """Args: rows: the student's lse, the teacher's, KL; with targets the student's lse at
+        temperature 1 and the target's logit. Without, these two are any of the others."""
         student, teacher, kl, *others = rows.unbind(0)
         lse, target_logit = others or (student, kl)
         return cls(Sums(student, teacher, kl), lse, target_logit, full, rows)
@@ -140,8 +140,8 @@ def first_pass(pair: Pair) -> FirstPass:
     sums = FirstPass.of_rows(rows)
     total, lse, target_logit = sums[:3]
     if pair.kernels is None or not pair.head.weight.shape[0]:
-        total.kl.zero_()
-        target_logit.zero_()
+        # KL and the target's logit are no log-sum-exps.
+        rows[2::2].zero_()
     local_targets = pair.student.local_targets
     for tile in pair.tiles():
         at = tile.tokens

@@ -306,7 +306,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     *upstream, _, _ = grads
     # The first ten are the eight tensor inputs, lse and entropy.
-    tensors, state = ctx.saved_tensors[:10], list(ctx.saved_tensors[10:])
+    saved = ctx.saved_tensors
+    tensors, state = saved[:10], list(saved[10:])
     grads_in_order = iter(
         torch.ops.cce_dist.two_pass_backward(*upstream, *tensors, state, ctx.needs, ctx.key)
     )

@@ -67,11 +67,15 @@ def require_plain_call(weight: object, *others: object) -> None:
         )
     if not isinstance(weight, Tensor) or weight.layout != torch.strided or weight.is_nested:
         return
-    if is_traced():
+    require_memory("weight", weight)
+
+
+def require_memory(name: str, weight: Tensor) -> None:
+    if is_traced() or is_fake(weight):
         return
     if weight.numel() and weight.device.type != "meta" and not weight.untyped_storage().nbytes():
         raise ValueError(
-            f"weight must be in memory, got a tensor of shape {list(weight.shape)} whose memory "
+            f"{name} must be in memory, got a tensor of shape {list(weight.shape)} whose memory "
             f"was freed, as FSDP does outside of a forward: {_BY_FSDP}"
         )
 

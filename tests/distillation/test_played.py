@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
@@ -82,6 +83,59 @@ def test_a_played_call_has_the_bits_of_a_prepared_one(
     forget_recordings()
     for mine, right in zip(played, results_of(inputs[2], options), strict=True):
         assert torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("divergence", "way"), CASES)
+def test_checkpointing_without_reentry(divergence: str, way: str, backend: str) -> None:
+    """It lets a backward read what was saved once, and compares what its two forwards save, of
+    which the second may be played."""
+    options = {"divergence": divergence, "workspace_bytes": 2**20, "backend": backend, **WAYS[way]}
+    options |= {"reduction": "mean", "stats": ()}
+    for seed in range(3):
+        both = both_of(seed, torch.float16)
+        leaves, again = both.leaves(), both.leaves()
+        both.run(leaves, **options).backward()
+        checkpoint(lambda x=again, y=both: y.run(x, **options), use_reentrant=False).backward()
+        for mine, right in zip(again.values(), leaves.values(), strict=True):
+            assert mine.grad is not None and right.grad is not None
+            assert torch.equal(mine.grad, right.grad)
+
+
+@pytest.mark.parametrize("freed", ["weight", "teacher_weight"])
+@pytest.mark.parametrize("way", ["filtered", "exact", "in_forward"])
+def test_a_weight_whose_memory_was_freed(way: str, freed: str) -> None:
+    """As FSDP's reshard() does. A played backward must not read it."""
+    options = {"backend": "triton", "reduction": "mean", "stats": (), **WAYS[way]}
+    for seed in range(4):
+        both = both_of(seed, torch.float32)
+        leaves = both.leaves()
+        loss = both.run(leaves, **options)
+        if seed < 3:
+            loss.backward()
+            continue
+        if way == "in_forward":
+            # The gradients are there. A second backward computes them again.
+            loss.backward(retain_graph=True)
+        memory = leaves["weight"] if freed == "weight" else both.teacher_weight
+        memory.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match=f"^{freed} must stay in memory until the backward"):
+            loss.backward()
+        if freed == "teacher_weight":
+            with pytest.raises(ValueError, match=r"^teacher_weight must be in memory"):
+                both.run(both.leaves(), **options)
+
+
+@pytest.mark.parametrize("way", ["filtered", "exact", "in_forward"])
+def test_a_gradient_has_memory_of_its_own(way: str) -> None:
+    """What keeps or overwrites one gradient does not touch another."""
+    options = {"backend": "triton", "reduction": "mean", "stats": (), **WAYS[way]}
+    for seed in range(4):
+        both = both_of(seed, torch.float32)
+        leaves = both.leaves()
+        grads = torch.autograd.grad(both.run(leaves, **options), list(leaves.values()))
+        assert len({grad.untyped_storage().data_ptr() for grad in grads}) == len(grads)
+        assert all(grad.untyped_storage().nbytes() == grad.nbytes for grad in grads)
 
 
 def on_ranks(group: Any, inputs: list[Both], split: bool, options: dict[str, Any]) -> Any:

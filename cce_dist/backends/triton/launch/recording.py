@@ -36,7 +36,7 @@ from cce_dist.backends.triton.launch.steps import (
 )
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.observer import Arguments, observer
-from cce_dist.core.records import Packed, names_of
+from cce_dist.core.records import Packed, handed_out, names_of
 
 aten = torch.ops.aten
 _ALLOCATIONS = {
@@ -231,7 +231,9 @@ class Recorder:
         names = names_of(kind)
         if names is not None:
             mutable = is_mutable(kind)
-            if mutable and place_of == self._place_of_result:
+            if kind in handed_out and place_of == self._place_of_once:
+                place_of = self._place_of_result
+            elif mutable and kind not in handed_out and place_of == self._place_of_result:
                 # Its reader takes the tensors out, and drops them after use.
                 place_of = self._place_of_once
             parts = [self._with_places(getattr(value, name), place_of) for name in names]

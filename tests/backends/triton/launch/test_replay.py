@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 from cce_dist import (
+    Filter,
     linear_cross_entropy,
     quantize_weight,
     token_logprobs,
@@ -48,6 +49,24 @@ def test_a_played_call_has_the_bits_of_a_prepared_one(place: Place, way: str) ->
     for tensors, expected in zip(problems, prepared, strict=True):
         require_same(run(tensors, **WAYS[way]), expected)
     assert len(recordings()) == PLAYED.get(way, 2)
+
+
+@pytest.mark.parametrize("way", ["in_forward", "one pass", "kept"])
+def test_a_gradient_has_memory_of_its_own(way: str) -> None:
+    """What keeps or overwrites one gradient does not touch another, nor the workspace."""
+    options: dict[str, Any] = {"gradient": "in_forward"}
+    if way == "one pass":
+        options["filter"] = Filter(keep=0)
+    if way == "kept":
+        options = {"gradient": "exact", "keep_logits": True}
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        tensors = [torch.randn(n, 16, generator=generator).requires_grad_() for n in (300, 700)]
+        targets = torch.randint(700, (300,), generator=generator)
+        loss = linear_cross_entropy(*tensors, targets, backend="triton", **options)  # pyright: ignore
+        grads = torch.autograd.grad(loss, tensors)  # pyright: ignore[reportArgumentType]
+        assert grads[0].untyped_storage().data_ptr() != grads[1].untyped_storage().data_ptr()
+        assert all(grad.untyped_storage().nbytes() == grad.nbytes for grad in grads)
 
 
 def vector(size: int, grad: bool = False) -> Callable[[torch.device], Tensor]:

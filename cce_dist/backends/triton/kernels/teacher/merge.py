@@ -89,10 +89,10 @@ def merge_sums_kernel(
             length = (5 if HAS_TARGETS else 3) * N
             fine = tiles_whole(parts_ptr, ranks, length, stride, BLOCK_RANKS, DIGIT)
             if HAS_TARGETS:
-                # Their lse and target logits follow what these programs take for a header.
-                at_ptr = parts_ptr + BEFORE - HEADER + 3 * N
+                # `is_repeated` skips HEADER numbers before lse and target logits.
+                before_ptr = parts_ptr + BEFORE + 3 * N - HEADER
                 same = is_repeated(
-                    at_ptr, N, ranks, N, stride, LOOK_AT, LEAST_TOKENS, SAME, LEAST_SPREAD
+                    before_ptr, N, ranks, N, stride, LOOK_AT, LEAST_TOKENS, SAME, LEAST_SPREAD
                 )
                 fine = fine & (same == 0)
             tl.store(sound_ptr, fine.to(tl.int32))
