@@ -160,14 +160,14 @@ class DistillByKernels(torch.autograd.Function):
         objective: Objective,
     ):
         needs = ctx.needs_input_grad[:3]
-        found = _played_forward((hidden, weight, bias), teacher, call, objective, needs)
+        out = _played_forward((hidden, weight, bias), teacher, call, objective, needs)
         ctx.call, ctx.objective, ctx.softcap_and_scale = call, objective, teacher[3:5]
-        ctx.scores, tensors = take_apart(found.scores)
-        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *found.vectors, *tensors)
+        ctx.scores, tensors = take_apart(out.scores)
+        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *out.vectors, *tensors)
         ctx.set_materialize_grads(False)
-        if found.screened is not None:
-            ctx.mark_non_differentiable(found.screened)
-        return found.value, found.nll, found.screened
+        if out.screened is not None:
+            ctx.mark_non_differentiable(out.screened)
+        return out.value, out.nll, out.screened
 
     @staticmethod
     @once_differentiable
@@ -183,7 +183,7 @@ class DistillByKernels(torch.autograd.Function):
         return *out, None, None, None
 
 
-class _Found(NamedTuple):
+class _Results(NamedTuple):
     """The results of a forward, and what its backward needs."""
 
     value: Tensor  # [N]
@@ -196,7 +196,7 @@ class _Found(NamedTuple):
 
 def _forward(
     student: Student, teacher: Teacher, call: Call, objective: Objective, needs: tuple[bool, ...]
-) -> _Found:
+) -> _Results:
     """Collectives: those of `_Heads.forward`, `merge` and `_Heads.second_pass`."""
     hidden, weight, bias = student
     plan, has_targets = call.plan, objective.alpha > 0
@@ -220,7 +220,7 @@ def _forward(
         counts = torch.arange(len(nll), device=nll.device) < call.count
         nll = nll.where(counts, 0)
     screened = None if merged.full is None else (merged.full == 0).view(())
-    return _Found(value, nll, screened, tuple(vectors), scores)
+    return _Results(value, nll, screened, tuple(vectors), scores)
 
 
 def _backward(
@@ -228,7 +228,7 @@ def _backward(
     teacher: Teacher,
     call: Call,
     objective: Objective,
-    saved: tuple[tuple[Tensor, ...], Scores | None],  # see `_Found`
+    saved: tuple[tuple[Tensor, ...], Scores | None],  # see `_Results`
     grads: tuple[Tensor | None, ...],  # [N] by divergence and nll
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -155,8 +155,8 @@ def first_pass(pair: Pair) -> FirstPass:
             old[at] = merged
         if pair.has_targets:
             lse[at] = torch.logaddexp(lse[at], tile.z.logsumexp(1))
-            rows, columns = find_targets(local_targets[at], tile.columns)
-            target_logit[rows + at.start] = tile.z[rows, columns]
+            tokens, columns = find_targets(local_targets[at], tile.columns)
+            target_logit[tokens + at.start] = tile.z[tokens, columns]
     return sums
 
 
