@@ -4,7 +4,14 @@ import triton
 import triton.language as tl
 
 from cce_dist.backends.triton.kernels.teacher.tiles import FORWARD_KL, REVERSE_KL, part_of_kl
-from cce_dist.backends.triton.kernels.tokens.merge import HEADER, is_repeated, tiles_whole
+from cce_dist.backends.triton.kernels.tokens.merge import (
+    HEADER,
+    is_repeated,
+    log_sum_of,
+    store_header,
+    sum_of,
+    tiles_whole,
+)
 
 # Numbers of a message before the sums: the header's, and `FirstPass.full`.
 BEFORE = tl.constexpr(HEADER.value + 1)
@@ -36,29 +43,11 @@ def pack_sums_kernel(
         full = 1.0
         if HAS_FULL:
             full = tl.load(full_ptr)
-        tl.store(out_ptr, length_high)
-        tl.store(out_ptr + 1, length_low)
-        tl.store(out_ptr + 2, start_high)
-        tl.store(out_ptr + 3, start_low)
-        tl.store(out_ptr + 4, stop_high)
-        tl.store(out_ptr + 5, stop_low)
-        tl.store(out_ptr + 6, size_high)
-        tl.store(out_ptr + 7, size_low)
+        store_header(
+            out_ptr, length_high, length_low, start_high, start_low, stop_high, stop_low,
+            size_high, size_low,
+        )  # fmt: skip
         tl.store(out_ptr + HEADER, full)
-
-
-@triton.jit
-def log_sum_of(part_ptr, ranks, stride, inside):
-    """Computes `logaddexp_parts` of a row of every rank."""
-    top = tl.full(inside.shape, float("-inf"), tl.float32)
-    for rank in range(ranks):
-        top = tl.maximum(top, tl.load(part_ptr + rank * stride, mask=inside, other=0.0))
-    # Infinity minus itself would be NaN.
-    base = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-    total = tl.zeros(inside.shape, tl.float32)
-    for rank in range(ranks):
-        total += tl.exp(tl.load(part_ptr + rank * stride, mask=inside, other=0.0) - base)
-    return base + tl.log(total)
 
 
 @triton.jit(do_not_specialize=["ranks", "N", "stride"])
@@ -97,28 +86,27 @@ def merge_sums_kernel(
                 fine = fine & (same == 0)
             tl.store(sound_ptr, fine.to(tl.int32))
         parts_ptr += BEFORE
-    student_ptr = parts_ptr + at
-    teacher_ptr, kl_ptr = student_ptr + N, student_ptr + 2 * N
-    student = log_sum_of(student_ptr, ranks, stride, inside)
-    teacher = log_sum_of(teacher_ptr, ranks, stride, inside)
+    parts_ptr += at
+    student = log_sum_of(parts_ptr, ranks, stride, inside)
+    teacher = log_sum_of(parts_ptr + N, ranks, stride, inside)
     kl = tl.zeros((BLOCK,), tl.float32)
     if (KIND == FORWARD_KL) | (KIND == REVERSE_KL):
-        for rank in range(ranks):
-            part = tl.load(kl_ptr + rank * stride, mask=inside, other=0.0)
-            of_student = tl.load(student_ptr + rank * stride, mask=inside, other=0.0)
-            of_teacher = tl.load(teacher_ptr + rank * stride, mask=inside, other=0.0)
+        part_ptr = parts_ptr
+        for _ in range(ranks):
+            of_student = tl.load(part_ptr, mask=inside, other=0.0)
+            of_teacher = tl.load(part_ptr + N, mask=inside, other=0.0)
+            part = tl.load(part_ptr + 2 * N, mask=inside, other=0.0)
             if KIND == FORWARD_KL:
                 kl += part_of_kl(part, of_teacher, of_student, teacher, student)
             else:
                 kl += part_of_kl(part, of_student, of_teacher, student, teacher)
+            part_ptr += stride
     out_ptr += at
     tl.store(out_ptr, student, mask=inside)
     tl.store(out_ptr + N, teacher, mask=inside)
     tl.store(out_ptr + 2 * N, kl, mask=inside)
     if HAS_TARGETS:
-        lse = log_sum_of(student_ptr + 3 * N, ranks, stride, inside)
-        target_logit = tl.zeros((BLOCK,), tl.float32)
-        for rank in range(ranks):
-            target_logit += tl.load(student_ptr + 4 * N + rank * stride, mask=inside, other=0.0)
+        lse = log_sum_of(parts_ptr + 3 * N, ranks, stride, inside)
+        target_logit = sum_of(parts_ptr + 4 * N, ranks, stride, inside)
         tl.store(out_ptr + 3 * N, lse, mask=inside)
         tl.store(out_ptr + 4 * N, target_logit, mask=inside)

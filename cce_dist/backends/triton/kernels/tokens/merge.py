@@ -85,6 +85,51 @@ def is_repeated(
     return enough & (spread >= LEAST_SPREAD) & (differ == 0) & (holding <= 1) & (ranks > 1)
 
 
+@triton.jit
+def store_header(
+    out_ptr, length_high, length_low, start_high, start_low, stop_high, stop_low, size_high,
+    size_low,
+):  # fmt: skip
+    """Stores the digits of `merge_header.digits_of`."""
+    tl.store(out_ptr, length_high)
+    tl.store(out_ptr + 1, length_low)
+    tl.store(out_ptr + 2, start_high)
+    tl.store(out_ptr + 3, start_low)
+    tl.store(out_ptr + 4, stop_high)
+    tl.store(out_ptr + 5, stop_low)
+    tl.store(out_ptr + 6, size_high)
+    tl.store(out_ptr + 7, size_low)
+
+
+@triton.jit
+def log_sum_of(part_ptr, ranks, stride, inside):
+    """Computes `logaddexp_parts` of every rank's numbers at `part_ptr`, in the order of the ranks:
+    all ranks get the same bits."""
+    top = tl.full(inside.shape, float("-inf"), tl.float32)
+    first_ptr = part_ptr
+    for _ in range(ranks):
+        top = tl.maximum(top, tl.load(part_ptr, mask=inside, other=0.0))
+        part_ptr += stride
+    # Of no column lse is -inf, of an infinite logit inf: infinity minus itself would be NaN.
+    base = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+    total = tl.zeros(inside.shape, tl.float32)
+    part_ptr = first_ptr
+    for _ in range(ranks):
+        part = tl.load(part_ptr, mask=inside, other=0.0)
+        total += exp2_of((part - base) * LOG2E)
+        part_ptr += stride
+    return base + log2_of(total) * LN2
+
+
+@triton.jit
+def sum_of(part_ptr, ranks, stride, inside):
+    total = tl.zeros(inside.shape, tl.float32)
+    for _ in range(ranks):
+        total += tl.load(part_ptr, mask=inside, other=0.0)
+        part_ptr += stride
+    return total
+
+
 @triton.jit(do_not_specialize=["N"])
 def pack_stats_kernel(
     lse_ptr,  # [N]
@@ -109,14 +154,10 @@ def pack_stats_kernel(
     tl.store(stats_ptr + rows, tl.load(lse_ptr + rows, mask=inside), mask=inside)
     tl.store(stats_ptr + N + rows, tl.load(logit_ptr + rows, mask=inside), mask=inside)
     if tl.program_id(0) == 0:
-        tl.store(out_ptr, length_high)
-        tl.store(out_ptr + 1, length_low)
-        tl.store(out_ptr + 2, start_high)
-        tl.store(out_ptr + 3, start_low)
-        tl.store(out_ptr + 4, stop_high)
-        tl.store(out_ptr + 5, stop_low)
-        tl.store(out_ptr + 6, size_high)
-        tl.store(out_ptr + 7, size_low)
+        store_header(
+            out_ptr, length_high, length_low, start_high, start_low, stop_high, stop_low,
+            size_high, size_low,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["ranks", "N", "stride"])
@@ -151,22 +192,9 @@ def merge_ranks_kernel(
         )
         tl.store(sound_ptr, (fine & (same == 0)).to(tl.int32))
         return
-    top = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    part_ptr = parts_ptr + HEADER
-    for _ in range(ranks):
-        top = tl.maximum(top, tl.load(part_ptr + rows, mask=inside, other=0.0))
-        part_ptr += stride
-    # Of no column lse is -inf, of an infinite logit inf: infinity minus itself would be NaN.
-    base = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    logit = tl.zeros((BLOCK_N,), tl.float32)
-    part_ptr = parts_ptr + HEADER
-    for _ in range(ranks):
-        part = tl.load(part_ptr + rows, mask=inside, other=0.0)
-        total += exp2_of((part - base) * LOG2E)
-        logit += tl.load(part_ptr + N + rows, mask=inside, other=0.0)
-        part_ptr += stride
-    lse = base + log2_of(total) * LN2
+    part_ptr = parts_ptr + HEADER + rows
+    lse = log_sum_of(part_ptr, ranks, stride, inside)
+    logit = sum_of(part_ptr + N, ranks, stride, inside)
     if HAS_COUNT:
         counts = rows < tl.load(count_ptr)
         lse = tl.where(counts, lse, 0.0)
