@@ -76,7 +76,7 @@ def test_adapters_make_no_gradient_of_the_frozen_head(
     gradient: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Several chunks of the vocabulary.
-    monkeypatch.setattr(adapters, "CHUNK_BYTES", 4 * 17 * 100)
+    monkeypatch.setattr(adapters, "TEMPORARIES", 10)
     model = with_lora(target_modules=["lm_head"], lora_bias=True)
     sizes: list[int] = []
 
@@ -100,9 +100,47 @@ def test_adapters_make_no_gradient_of_the_frozen_head(
         return output, {name: grad.clone() for name, grad in gradients(model).items()}
 
     # dropout(x) of the adapter, bias, softcap and scale: gemma2's.
-    check_same(model, run, gradient=gradient)
+    check_same(model, run, gradient=gradient, workspace_bytes=2**16)
     # The backward makes no tensor as large as the head's weight.
     assert max(sizes) < VOCAB_SIZE * 32
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_workspace_bounds_the_adapters_gradient(softcap: float | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (64, 12), (4096, 12), (4096,), (64, 4), (4096, 4)
+    hidden, weight, bias, states, columns = (torch.randn(x, generator=generator) for x in shapes)
+    targets = torch.randint(4096, (64,), generator=generator)
+    targets[3] = -1
+    columns.requires_grad_()
+
+    def nll_of(columns: Tensor) -> tuple[Tensor, Tensor]:
+        logits = hidden @ weight.T + bias + states @ columns.T
+        logits = 0.7 * (logits if softcap is None else softcap * torch.tanh(logits / softcap))
+        lse = logits.logsumexp(-1)
+        return lse, lse - logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+
+    lse, nll = nll_of(columns)
+    upstream = torch.randn(64, generator=generator)
+    (expected,) = torch.autograd.grad((nll * upstream)[targets >= 0].sum(), columns)
+    both = torch.cat([hidden, states], 1), torch.cat([weight, columns.detach()], 1)
+    logits = adapters.Logits(*both, bias, 0.7, softcap)
+    values = targets, lse.detach(), nll.detach(), states, columns
+    zeros = adapters.AdapterGrad.apply(logits, 2**16, *values)
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.shape[:1] == (64,):
+                largest = max(largest, result.nbytes)
+            return result
+
+    with Sizes():
+        (gradient,) = torch.autograd.grad(zeros, columns, upstream)
+    torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
+    assert 2**14 < largest <= 2**16 // adapters.TEMPORARIES
 
 
 def test_the_weight_of_a_loss_that_is_kept_goes_with_its_backward() -> None:

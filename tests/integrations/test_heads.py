@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import subprocess
 import sys
@@ -123,6 +125,73 @@ def test_hidden_states_that_change_after_tokens_were_taken_are_refused() -> None
         states[0].mul_(2)
     with pytest.raises(PatchError, match="hidden states changed in place"):
         taken.float().sum()
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "setitem": lambda x: x.__setitem__((..., slice(3)), -1e4),
+    "mul_": lambda x: x.mul_(2),
+    "masked_fill_": lambda x: x.masked_fill_(x > 0, 0.0),
+    "relu": lambda x: F.relu(x, inplace=True),
+    "out": lambda x: torch.mul(x.detach(), 2, out=x.detach()),
+    "foreach": lambda x: torch._foreach_mul_([x], 2.0),
+    "a part": lambda x: x[:, :3].zero_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_head_that_writes_to_its_logits_is_refused(write: Callable[[Tensor], object]) -> None:
+    class Writing(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            logits = super().forward(input)
+            write(logits)
+            return logits
+
+    model = make("llama")
+    head, model.lm_head = model.lm_head, Writing(*model.lm_head.weight.shape[::-1], bias=False)
+    model.lm_head.weight = head.weight
+    integration.patch(model)
+    with pytest.raises(PatchError, match=r"its head writes to its logits in place, by \w+"):
+        model(**BATCH)
+
+
+def test_a_head_that_reads_its_logits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reading(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            logits = super().forward(input)
+            self.largest = logits.detach().max()
+            return logits
+
+    model = make("llama")
+    head, model.lm_head = model.lm_head, Reading(*model.lm_head.weight.shape[::-1], bias=False)
+    model.lm_head.weight = head.weight
+    expected = model(**BATCH).loss
+    (handler,) = logging.getLogger("cce_dist.integrations").handlers
+    monkeypatch.setattr(handler, "stream", io.StringIO())
+    integration.patch(model)
+    for _ in range(2):
+        torch.testing.assert_close(model(**BATCH).loss, expected)
+    assert handler.stream.getvalue().count("are computed, since its head reads them") == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_compiled_head(tied: bool) -> None:
+    results = []
+    for patches in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = make("llama", tie_word_embeddings=tied).train()
+        if patches:
+            integration.patch(model, gradient="exact")
+        # As Accelerate's regional compilation leaves a model.
+        model.lm_head = torch.compile(model.lm_head, backend="aot_eager", fullgraph=True)
+        output = model(**BATCH)
+        (output.loss + output.logits[:, 1:].square().mean()).backward()
+        grads = [x.grad for x in model.parameters() if x.grad is not None]
+        results.append([output.loss.detach(), model.eval()(**BATCH).logits.detach(), *grads])
+    torch.testing.assert_close(results[1], results[0], atol=1e-6, rtol=1e-5)
+    model.train().lm_head.register_forward_pre_hook(lambda head, inputs: None)
+    with pytest.raises(PatchError, match="a hook of its compiled head would not run"):
+        model(**BATCH)
 
 
 def test_a_head_that_gets_more_than_hidden_states_is_refused() -> None:

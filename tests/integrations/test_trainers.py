@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,6 +174,26 @@ def lightning_curve(folder: Path, patch: bool) -> list[float]:
     )
     trainer.fit(Module(), DataLoader(text(), batch_size=2))  # pyright: ignore[reportArgumentType]
     return curve
+
+
+def test_fabric() -> None:
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    curves = []
+    for patch in (False, True):
+        model = make("qwen2").train()
+        if patch:
+            integration.patch(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer = fabric.setup(model, optimizer)
+        curve = []
+        for inputs in itertools.islice(DataLoader(text(), batch_size=2), STEPS):
+            loss = model(**inputs).loss
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(float(loss.detach()))
+        curves.append(curve)
+    assert curves[1] == pytest.approx(curves[0], abs=1e-5)
 
 
 def test_lightning(tmp_path: Path) -> None:

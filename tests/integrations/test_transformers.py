@@ -321,7 +321,7 @@ def test_heads_of_integers_are_refused(dtype: torch.dtype) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(PatchError, match=r"must be, or hold, a PreTrainedModel .* got Linear"):
+    with pytest.raises(PatchError, match=r"must be, or hold, one PreTrainedModel .* got Linear"):
         integration.patch(nn.Linear(2, 2))
     with pytest.raises(PatchError, match="LlamaModel cannot be patched: it has no output embed"):
         integration.patch(make("llama").model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import os
 import threading
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -235,7 +237,13 @@ def test_what_would_get_the_loss_or_no_gradient_is_refused(llama: Any) -> None:
         llama(**BATCH)
     handle.remove()
     logits = llama(**BATCH).logits
-    for ask in (logits.retain_grad, lambda: logits.register_hook(print)):
+    loss = F.cross_entropy(logits.flatten(0, 1), BATCH["labels"].flatten())
+    for ask in (
+        logits.retain_grad,
+        lambda: logits.register_hook(print),
+        lambda: torch.autograd.grad(loss, logits),
+        lambda: torch.autograd.grad(loss, [llama.lm_head.weight, logits], allow_unused=True),
+    ):
         with pytest.raises(PatchError, match="no gradient of its logits"):
             ask()
     logits.exp()
@@ -318,6 +326,49 @@ def test_remove_leaves_the_wrappers_of_others(llama: Any) -> None:
     assert isinstance(integration.patch(model)(**BATCH).logits, DeferredLogits)
 
 
+@pytest.mark.parametrize("wrap", ["trl", "functools"])
+def test_a_wrapper_that_names_the_classs_forward(llama: Any, wrap: str) -> None:
+    model = integration.patch(copy.deepcopy(llama))
+    expected = llama(**BATCH).loss
+    if wrap == "trl":
+        # As TRL's trainers take a model.
+        pytest.importorskip("trl.trainer.utils").add_fused_lm_head(model)
+    else:
+        model.forward = functools.wraps(type(model).forward)(functools.partial(model.forward))
+    integration.patch(model)
+    with integration.patched(model) as status:
+        assert status.models == (type(model).__name__,)
+    integration.remove(model)
+    integration.patch(model)
+    output = model(**BATCH)
+    assert isinstance(output.logits, DeferredLogits)
+    torch.testing.assert_close(output.loss, expected)
+    assert model.eval().generate(BATCH["input_ids"], max_new_tokens=2).numel()
+    integration.remove(model)
+    assert type(model.train()(**BATCH).logits) is Tensor
+
+
+def test_no_hook_of_optimizers_is_left(llama: Any) -> None:
+    before = dict(_global_optimizer_post_hooks)
+    second = integration.patch(copy.deepcopy(llama))
+    with integration.patched(llama):
+        integration.remove(second)
+        assert len(_global_optimizer_post_hooks) == len(before) + 1
+    assert dict(_global_optimizer_post_hooks) == before
+    integration.patch(copy.deepcopy(llama))
+    integration.remove()
+    assert dict(_global_optimizer_post_hooks) == before
+
+
+def test_a_module_with_several_models_is_refused(llama: Any) -> None:
+    pair = nn.ModuleDict({"teacher": make("gpt2"), "student": llama})
+    with pytest.raises(PatchError, match="with GPT2LMHeadModel, LlamaForCausalLM: pass one of"):
+        integration.patch(pair)
+    # A tower without a head is none of them.
+    integration.patch(nn.ModuleDict({"tower": make("gpt2").transformer, "model": llama}))
+    assert integration.status().models == ("LlamaForCausalLM",)
+
+
 def test_a_context_leaves_what_was_patched_before() -> None:
     first, second = make("llama"), make("llama")
     integration.patch(first)
@@ -378,11 +429,38 @@ def test_writes_reach_the_logits_or_are_refused(llama: Any) -> None:
     before = logits.clone()
     logits.mul_(2)
     assert torch.equal(logits.clone(), 2 * before)
-    with pytest.raises(PatchError, match="were written to in place, after a part"):
+    with pytest.raises(PatchError, match=r"were written to in place, or .* after a part"):
         flat.clone()
     # A view that is taken now is one of the tensor.
     logits.view(-1, VOCAB_SIZE).zero_()
     assert not logits.any()
+
+
+UNNAMED: dict[str, Callable[[Tensor], Any]] = {
+    "inplace": lambda x: F.relu(x, inplace=True),
+    "out": lambda x: torch.mul(x, 20, out=x),
+    "foreach": lambda x: torch._foreach_mul_([x], 20.0),
+    "data": lambda x: x.data.mul_(20),
+    "numpy": lambda x: x.numpy().__setitem__(..., 0.0),
+}
+
+
+@pytest.mark.parametrize("write", UNNAMED.values(), ids=UNNAMED)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_writes_without_a_name_reach_the_logits_or_are_refused(
+    llama: Any, write: Callable[[Tensor], Any], context: Callable[[], Any]
+) -> None:
+    expected = llama(**BATCH).logits
+    with context():
+        write(expected)
+    integration.patch(llama)
+    logits = llama(**BATCH).logits
+    flat = logits.flatten(0, 1)
+    with context():
+        write(logits)
+    torch.testing.assert_close(logits.clone(), expected)
+    with pytest.raises(PatchError, match=r"or .data, .numpy\(\) or the like gave their memory out"):
+        F.cross_entropy(flat, BATCH["labels"].flatten())
 
 
 class Fp32Output(nn.Sequential):

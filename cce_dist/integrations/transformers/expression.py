@@ -38,10 +38,12 @@ class HeadCall:
         dtype: of autocast; None: it is off.
         head_dtype: of what the head returns, which is known when it has been called; the deferred
             logits of its output have hidden's dtype, or autocast's.
-        is_edited: a reader has written to the logits in place.
+        is_edited: a reader has written to the logits in place, or has got their memory.
         is_zero3: DeepSpeed's ZeRO-3 passes the model's output through functions and hooks of its
             own, which neither read the logits nor give a gradient of them.
         group: a mesh whose ranks share the vocabulary; None: the head is whole.
+        num_losses: losses of this call that were computed without logits.
+        rows: shape without D of what the head got, if its own forward runs.
     """
 
     model: str
@@ -57,6 +59,7 @@ class HeadCall:
     is_zero3: bool = False
     group: Any = None
     num_losses: int = 0
+    rows: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -236,11 +239,15 @@ class Expression:
         return {**arguments, "logit_scale": self.outer * scale, "softcap": 1 / abs(scale)}
 
 
+WRAPPERS = ("torch", "deepspeed", "transformers", "accelerate")
+WRAPPERS += ("lightning", "lightning_fabric", "pytorch_lightning")
+
+
 def comes_from_wrapper(hook: Any) -> bool:
     """Tells a hook of FSDP, DeepSpeed and their like, which know what they get, from a user's."""
     hook = getattr(hook, "func", hook)
     module = getattr(hook, "__module__", None) or type(hook).__module__
-    return module.split(".")[0] in ("torch", "deepspeed", "transformers", "accelerate")
+    return module.split(".")[0] in WRAPPERS
 
 
 def version_of(tensor: Tensor) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
@@ -43,9 +44,12 @@ class Deferral:
 
     def __init__(self, head: Any, name: str, options: LossOptions, said: set[str]) -> None:
         require_linear(name, head)
-        self.head = head
+        # Modules that torch.compile made of the head. Their callers get the head itself.
+        self.compiled: list[OptimizedModule] = []
+        self.head: Any = self._uncompiled(head)
         # FSDP1 wraps the head's module in one of its own.
-        self.inside = head.module if isinstance(head, FullyShardedDataParallel) else head
+        is_wrapped = isinstance(self.head, FullyShardedDataParallel)
+        self.inside: Any = self._uncompiled(self.head.module) if is_wrapped else self.head
         self.call = HeadCall(name, options, said, self.compute)
         self.finish: Finish | None = None
         self.thread = threading.get_ident()
@@ -62,6 +66,9 @@ class Deferral:
         weight = getattr(self.inside, "weight", None)
         # A head that FSDP2 shards is known when it is gathered.
         self.is_split = isinstance(weight, DTensor) and not isinstance(head, FSDPModule)
+        for each in self.compiled:
+            if each._forward_hooks or each._forward_pre_hooks:
+                self._refuse("a hook of its compiled head would not run; give it to the head")
         for hook in (hook for x in self.head.modules() for hook in x._forward_hooks.values()):
             if not comes_from_wrapper(hook):
                 self._refuse(
@@ -77,6 +84,12 @@ class Deferral:
         self.call.stage = DONE
         _restore(self.replaced)
 
+    def _uncompiled(self, module: Any) -> Any:
+        while isinstance(module, OptimizedModule):
+            self.compiled.append(module)
+            module = module._orig_mod
+        return module
+
     def _replace(self, call: Any) -> list[tuple[Any, str, Any]]:
         """Stands in for the head's call and forward; returns what `_restore` puts back."""
         inner = self.inside.forward
@@ -90,6 +103,7 @@ class Deferral:
         # A module's call runs its hooks, unless it has this attribute, which torch's own
         # Module.compile sets. The compiler calls forward in any case.
         for module, name, value in (
+            *((each, "_compiled_call_impl", each._orig_mod.__call__) for each in self.compiled),
             (self.head, "_compiled_call_impl", call),
             (self.inside, "forward", self.forward),
         ):
@@ -192,7 +206,7 @@ class Deferral:
             if weight.dim() != 2 or weight.shape[0] != call.num_classes:
                 self._refuse("FSDP has freed its head's weight; read the logits in eval()")
             return Expression((Product.of(hidden, weight),), biases)
-        call.head_dtype = None
+        call.head_dtype, call.rows = None, hidden.shape[:-1]
         with _Products(call):
             result = self.inner(hidden)
         if not isinstance(result, DeferredLogits):

@@ -19,10 +19,12 @@ from cce_dist.integrations.errors import PatchError
 from cce_dist.integrations.log import logger
 from cce_dist.integrations.transformers.expression import (
     DONE,
+    IN_HEAD,
     IN_MODEL,
     Expression,
     Finish,
     HeadCall,
+    version_of,
 )
 
 # Answered by the stand-in itself, which has the logits' shape and device. FSDP asks the outputs of
@@ -35,8 +37,11 @@ METADATA: set[Any] = {
     *(Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex),
     torch.numel,
 }
-_IN_PLACE = {f"__i{x}__" for x in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")}
-GRADIENTS: set[Any] = {Tensor.register_hook, Tensor.retain_grad}
+# They give out the logits' memory, and nobody counts the writes there.
+_MEMORY = ("numpy", "__array__", "__dlpack__", "data_ptr", "storage", "untyped_storage")
+_data: Any = Tensor.data
+EXPOSE: set[Any] = {_data.__get__, _data.__set__, *(getattr(Tensor, name) for name in _MEMORY)}
+GRADIENTS: set[Any] = {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad}
 # What functions of torch make of deferred logits, and the keywords that a handler knows. It
 # returns NotImplemented where its function needs the logits themselves.
 HANDLERS: dict[Any, tuple[Callable[..., Any], frozenset[str]]] = {}
@@ -112,8 +117,9 @@ class DeferredLogits(Tensor):
         call, expression = self.call, self.expression
         if call.is_edited and self.is_view:
             raise PatchError(
-                f"the logits of {call.model} were written to in place, after a part of them was "
-                "taken that is not computed: write to outputs.logits.clone()"
+                f"the logits of {call.model} were written to in place, or .data, .numpy() or the "
+                "like gave their memory out, after a part of them was taken that is not computed: "
+                "use outputs.logits.clone() for that"
             )
         (output,) = expression.products
         # The head gets what the model gave it: a head, or a hook of it, may look at a token's
@@ -209,12 +215,6 @@ def _refuse_grad(model: str, grad: Tensor | None) -> None:
         )
 
 
-def _writes(name: str) -> bool:
-    """Tells a function that writes to its first argument: add_, __setitem__, __imul__."""
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name == "__setitem__" or name in _IN_PLACE
-
-
 @not_compiled
 def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Applies a function of torch to arguments of which some are deferred logits.
@@ -246,19 +246,42 @@ def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "loss that needs no logits knows scales, softcap, bias, slices of tokens and "
             "F.cross_entropy; switch the patch off with remove(model)"
         )
-    if _writes(name) and isinstance(args[0], DeferredLogits):
-        if args[0].is_view:
-            raise PatchError(
-                f"{name} would write to a part of the logits of {call.model} alone, not to the "
-                "logits themselves: write to a clone"
-            )
-        args[0].materialize()
-        call.is_edited = True
-    # DoRA computes its weight's norm from a product of its own.
-    if call.stage is DONE and name not in call.said and not all(x.is_computed for x in deferred):
-        call.said.add(name)
+    # DoRA computes its weight's norm from a product of its own, of other rows.
+    in_head = call.stage is IN_HEAD and any(x.shape[:-1] == call.rows for x in deferred)
+    reader = "its head" if in_head else name
+    is_told = reader in call.said or not (in_head or call.stage is DONE)
+    if not is_told and not all(x.is_computed for x in deferred):
+        call.said.add(reader)
         logger.warning(
-            "%s: logits %s are computed, since %s reads them", call.model, deferred[0].shape, name
+            "%s: logits %s are computed, since %s reads them", call.model, deferred[0].shape, reader
         )
+    versions = [(x, version_of(x.materialize())) for x in deferred]
     args, kwargs = pytree.tree_map_only(DeferredLogits, lambda x: x.materialize(), (args, kwargs))
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    written = [x for x, version in versions if version_of(x.materialize()) != version]
+    if written:
+        _count_write(call, name, written)
+    elif func in EXPOSE:
+        call.is_edited = True
+    return result
+
+
+def _count_write(call: HeadCall, name: str, written: list[DeferredLogits]) -> None:
+    """Takes note of a write to logits.
+
+    Raises:
+        PatchError: their other readers would not see it.
+    """
+    if call.stage is IN_HEAD:
+        raise PatchError(
+            f"{call.model} cannot be patched: its head writes to its logits in place, by {name}"
+        )
+    parts = [x for x in written if x.is_view]
+    for part in parts:
+        part._logits = None
+    if parts:
+        raise PatchError(
+            f"{name} would write to a part of the logits of {call.model} alone, not to the "
+            "logits themselves: write to a clone"
+        )
+    call.is_edited = True

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel.distributed import _DDPSink
+from torch.utils import _pytree as pytree
 
 from cce_dist import linear_cross_entropy
 from cce_dist.integrations.errors import PatchError
@@ -227,9 +228,28 @@ def _register_hook(logits: DeferredLogits, hook: Any) -> None:
 @handles(Tensor.retain_grad)
 def _retain_grad(logits: DeferredLogits) -> None:
     raise PatchError(
-        f"the loss of {logits.call.model} makes no gradient of its logits, which retain_grad and "
-        "register_hook ask for: switch the patch off with remove(model)"
+        f"the loss of {logits.call.model} makes no gradient of its logits, which retain_grad, "
+        "register_hook and autograd.grad ask for: switch the patch off with remove(model)"
     )
+
+
+@handles(torch.autograd.grad)
+def _grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    is_grads_batched: bool = False,
+    allow_unused: bool | None = None,
+    materialize_grads: bool = False,
+) -> Any:
+    """Refuses a gradient by logits. Logits that have one by something else are computed."""
+    for x in pytree.tree_leaves(inputs):
+        if isinstance(x, DeferredLogits):
+            _retain_grad(x)
+    return NotImplemented
 
 
 @handles(F.cross_entropy)
@@ -311,6 +331,7 @@ def _beside_frozen(
     states, weights = zip(*adapters, strict=True)
     of_tokens = output.loss + AdapterGrad.apply(
         logits,
+        call.options.workspace_for(len(targets)),
         torch.where(targets == ignore_index, -1, targets),
         *(output.lse.detach(), output.loss.detach()),
         *(x.detach() for x in states),

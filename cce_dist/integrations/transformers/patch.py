@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -62,7 +62,8 @@ def patch(model: Any, **options: object) -> Any:
         options: gradient, filter, logits, screen, backend, workspace_bytes and keep_logits of
             `linear_cross_entropy`.
     Raises:
-        PatchError: the model has no linear head, or is patched with other options.
+        PatchError: the model has no linear head, or is patched with other options; or the module
+            holds none, or several.
         ValueError: an option is unknown or not allowed.
     """
     wanted = _options_of(options)
@@ -121,7 +122,7 @@ def remove(model: Any = None) -> None:
         _restore(model_in(model))
 
 
-@contextmanager
+@contextlib.contextmanager
 def patched(model: Any = None, **options: object) -> Iterator[Status]:
     """Patches a model, or all that are made, within a context. The end of the context, also by an
     exception, undoes that; a patch that was there before stays."""
@@ -158,11 +159,9 @@ def _remove_all_but(kept: set[Any]) -> None:
         from transformers import PreTrainedModel
 
         PreTrainedModel.post_init = _State.post_init
-    if _State.steps is not None and not kept:
-        _State.steps.remove()
-        _State.steps = None
     _State.post_init = _State.options = None
     _State.refused.clear()
+    _stop_counting()
 
 
 def _options_of(options: dict[str, object]) -> LossOptions:
@@ -176,16 +175,23 @@ def _options_of(options: dict[str, object]) -> LossOptions:
 
 
 def model_in(module: Any) -> Any:
-    """Returns the outermost PreTrainedModel of a module."""
+    """Returns the outermost PreTrainedModel of a module: the only one with a head, or the first."""
     from transformers import PreTrainedModel
 
+    models: list[Any] = []
     if isinstance(module, nn.Module):
+        inner: set[nn.Module] = set()
         for each in module.modules():
-            if isinstance(each, PreTrainedModel):
-                return each
-    raise PatchError(
-        f"model must be, or hold, a PreTrainedModel of transformers, got {type(module).__name__}"
-    )
+            if isinstance(each, PreTrainedModel) and each not in inner:
+                models.append(each)
+                inner |= set(each.modules())
+    # A vision tower, say, has no head.
+    models = [x for x in models if x.get_output_embeddings() is not None] or models[:1]
+    if len(models) == 1:
+        return models[0]
+    names = ", ".join(type(x).__name__ for x in models)
+    what = type(module).__name__ + (f" with {names}: pass one of these" if models else "")
+    raise PatchError(f"model must be, or hold, one PreTrainedModel of transformers, got {what}")
 
 
 def _patch(model: Any, options: LossOptions) -> None:
@@ -214,14 +220,29 @@ def _replicate_for_data_parallel(self: Any) -> Any:
 
 def _is_held(model: Any, old: Patch) -> bool:
     """Tells whether the model's forward still calls the patch's: Accelerate unwraps forwards."""
-    forward: Any = model.forward
-    while forward is not None:
-        last = getattr(forward, "__func__", forward)
-        if last is old.function:
+    reached: set[int] = set()
+    functions: list[Any] = [model.forward]
+    while functions:
+        function = functions.pop()
+        if function is old.function:
             return True
-        forward = getattr(last, "__wrapped__", None)
-    # A wrapper that names nothing.
-    return last is not inspect.unwrap(type(model).forward)
+        if id(function) not in reached:
+            reached.add(id(function))
+            functions += _called_by(function)
+    # A wrapper that names nothing, or the class's own.
+    last = inspect.unwrap(getattr(model.forward, "__func__", model.forward))
+    return getattr(last, "__func__", last) is not inspect.unwrap(type(model).forward)
+
+
+def _called_by(function: Any) -> list[Any]:
+    """Returns what a function may call: what it wraps, is bound to as a method, or closes over. The
+    wrapper of TRL's trainers names the class's forward, and calls the model's."""
+    names = ("__wrapped__", "__func__", "func")
+    held = [getattr(function, name, None) for name in names]
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):
+            held.append(cell.cell_contents)
+    return [x for x in held if callable(x) and not isinstance(x, (nn.Module, type))]
 
 
 def _restore(model: Any) -> None:
@@ -237,3 +258,11 @@ def _restore(model: Any) -> None:
         del model._replicate_for_data_parallel
         delattr(model, ATTRIBUTE)
     patched_models.discard(model)
+    _stop_counting()
+
+
+def _stop_counting() -> None:
+    """Removes the hook of optimizers once no model is patched."""
+    if _State.steps is not None and not any(patch_of(x) for x in patched_models):
+        _State.steps.remove()
+        _State.steps = None
