@@ -14,7 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from cce_dist import LinearCrossEntropy, linear_cross_entropy
+from cce_dist import (
+    LinearCrossEntropy,
+    linear_cross_entropy,
+    linear_distillation,
+    token_logprobs,
+)
 from cce_dist.testing import shared_pool
 
 TOKENS, CLASSES, DIM = 96, 600, 16
@@ -206,6 +211,22 @@ def test_a_second_derivative_is_refused(mode: Any) -> None:
     for penalty in (loss + first.square().sum(), loss + other.square().sum(), first.sum()):
         with pytest.raises(RuntimeError, match="linear_cross_entropy is differentiable once"):
             torch.autograd.grad(penalty, hidden, retain_graph=True)
+
+
+BATCHES = {
+    "loss": lambda x, w, t: linear_cross_entropy(x, w, t, reduction="none"),
+    "distillation": lambda x, w, t: linear_distillation(x, w, x.detach(), 2 * w, reduction="none"),
+    "candidates": lambda x, w, t: token_logprobs(x, w, t, candidates=t[:, None]).candidates,
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_of_upstream_gradients_is_refused(name: str) -> None:
+    hidden, weight = randn(0, 8, DIM).requires_grad_(), randn(1, 50, DIM)
+    result = BATCHES[name](hidden, weight, targets_of(2, 8) % 50)
+    upstream = torch.eye(8).view(8, *result.shape)
+    with pytest.raises(RuntimeError, match="takes one upstream gradient at a time, got a batch"):
+        torch.autograd.grad(result, hidden, upstream, is_grads_batched=True)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -44,6 +44,14 @@ class _Once(torch.autograd.Function):
         )
 
 
+# Of a tensor that autograd makes of a batch of upstream gradients.
+_BATCHED: Any = torch._C._parse_dispatch_key("Batched")
+
+
+def _is_batched(grad: Tensor) -> bool:
+    return torch._C._dispatch_keys(grad).has(_BATCHED)
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a derivative of the gradients raise a RuntimeError.
 
@@ -53,6 +61,11 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor | None):
+        if any(grad is not None and _is_batched(grad) for grad in grads):
+            raise RuntimeError(
+                "linear_cross_entropy's backward takes one upstream gradient at a time, got a "
+                "batch of them (is_grads_batched=True, jacobian with vectorize=True): use a loop"
+            )
         with torch.no_grad():
             input_grads = backward(ctx, *grads)
         if not torch.is_grad_enabled() or all(grad is None for grad in input_grads):

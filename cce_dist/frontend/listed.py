@@ -88,7 +88,12 @@ class Listed:
             z = softcap * torch.tanh(z / softcap)
         if self.options.logit_scale != 1:
             z = z * self.options.logit_scale
-        return z if self.scale is None else z * spread_segments(self.scale, offsets, token_of)
+        if self.scale is None:
+            return z
+        # A bias of -inf would make the scale's gradient NaN: 0 times -inf.
+        is_out = z == -torch.inf
+        scaled = z.masked_fill(is_out, 0) * spread_segments(self.scale, offsets, token_of)
+        return scaled.masked_fill(is_out, -torch.inf)
 
     def result(self, values: Tensor) -> Tensor:
         """Brings values [N, ...] to targets' (shifted) shape, 0 at tokens that do not count."""
@@ -213,23 +218,26 @@ def is_everything(support: TokenSupport, listed: Listed) -> bool:
     """Tells whether a support lists the whole vocabulary at every token: then the loss's own
     kernels compute its softmax. Any other support must have its ids in [0, vocab_size).
 
-    A CPU looks at the ids. On a GPU the host does not wait: N V ids are taken for everything, and
-    a device-side assertion fails unless each token has V, with the sum of all ids.
+    On a GPU the host does not wait, nor does a compiled graph: N V ids are taken for everything,
+    and an assertion fails unless each token has every id.
     """
     tokens, width = listed.shape.numel(), listed.vocab_size
     offsets, ids = support
     if not tokens or ids.shape[0] != tokens * width:
         check_range("support.ids", ids, width)
         return False
+    waits = ids.device.type == "cpu" and not is_fake(ids) and not is_traced()
+    if waits:
+        check_range("support.ids", ids, width)
     even = (offsets == torch.arange(tokens + 1, device=offsets.device) * width).all()
-    if ids.device.type != "cpu" or is_fake(ids) or is_traced():
-        sums = ids.reshape(tokens, width).sum(1)
-        complete = even & (sums == width * (width - 1) // 2).all()
-        torch._assert_async(complete, "a support of N V ids must list each id once at each token")
-        return True
-    check_range("support.ids", ids, width)
-    in_order = ids.reshape(tokens, width).sort(1).values
-    return bool(even) and bool((in_order == torch.arange(width)).all())
+    inside = ((ids >= 0) & (ids < width)).all()
+    of_token = ids.clamp(0, width - 1).view(tokens, width)
+    has = torch.zeros(tokens, width, dtype=torch.bool, device=ids.device)
+    complete = even & inside & has.scatter(1, of_token, True).all()
+    if waits:
+        return bool(complete)
+    torch._assert_async(complete, "a support of N V ids must list each id once at each token")
+    return True
 
 
 def check_candidates(candidates: Tensor, listed: Listed, name: str = "candidates") -> Tensor:

@@ -22,10 +22,10 @@ class Supported:
     token_of: Tensor
     order: Tensor  # the pairs sorted by id, stably
     counts: Tensor  # bool: the pair's token counts, and no earlier pair of the token has its id
-    is_target: Tensor  # bool, False where a pair does not count
+    is_target: Tensor  # bool, False where a pair does not count, or its logit is -inf
     has_target: Tensor  # bool, [N]
     z: Tensor  # -inf where a pair does not count
-    lse: Tensor  # -inf without pairs
+    lse: Tensor  # -inf without pairs, or where all logits are -inf
 
     @classmethod
     def of(cls, listed: Listed, support: TokenSupport) -> Supported:
@@ -38,9 +38,11 @@ class Supported:
         top = reduce_segments(z.detach(), offsets, token_of, "max")
         top = top.masked_fill(top == -torch.inf, 0)
         sums = reduce_segments((z - top[token_of]).exp(), offsets, token_of, "sum")
-        is_target = counts & (ids == listed.targets[token_of])
+        is_target = counts & (ids == listed.targets[token_of]) & (z != -torch.inf)
         has_target = reduce_segments(is_target.to(z.dtype), offsets, token_of, "max") > 0
-        lse = top + sums.log()
+        # The logarithm of 0 would make NaN gradients.
+        is_empty = sums == 0
+        lse = (top + sums.masked_fill(is_empty, 1).log()).masked_fill(is_empty, -torch.inf)
         return cls(listed, ids, offsets, token_of, order, counts, is_target, has_target, z, lse)
 
     def detached(self) -> Supported:
@@ -52,7 +54,7 @@ class Supported:
         return reduce_segments(values, self.offsets, self.token_of, "sum")
 
     def logprobs(self) -> Tensor:
-        """Returns each target's log-probability; -inf, without a gradient, outside the support."""
+        """Returns each target's log-probability; -inf, without a gradient, where it has none."""
         target = self.total(self.z.masked_fill(~self.is_target, 0))
         return (target - self.lse).masked_fill(~self.has_target, -torch.inf)
 
@@ -61,7 +63,7 @@ class Supported:
         return (self.listed.counts & ~self.has_target).sum()
 
     def _log_p(self) -> Tensor:
-        """Returns each pair's log-probability, 0 where its probability is 0."""
+        """Returns each pair's log-probability, 0 where its logit is -inf."""
         spread = spread_segments(self.lse, self.offsets, self.token_of)
         return (self.z - spread).masked_fill(self.z == -torch.inf, 0)
 
@@ -101,7 +103,8 @@ class Supported:
         ids = self.ids.new_full((tokens, k + 1), -1)
         values = self.z.new_full((tokens, k + 1), -torch.inf)
         ids[token, at] = self.ids[order]
-        values[token, at] = (self.z - self.lse[self.token_of])[order]
+        log_p = self._log_p().masked_fill(self.z == -torch.inf, -torch.inf)
+        values[token, at] = log_p[order]
         return ids[:, :k], values[:, :k]
 
     def candidates(self, ids: Tensor) -> Tensor:
@@ -111,10 +114,10 @@ class Supported:
         width = self.listed.vocab_size
         key, order = torch.sort(self.token_of * width + self.ids, stable=True)
         tokens = torch.arange(ids.shape[0], device=ids.device)[:, None]
-        wanted = tokens * width + ids
+        wanted = (tokens * width + ids).contiguous()
         at = torch.searchsorted(key, wanted).clamp_max(len(key) - 1)
         pair = order[at]
-        supported = (key[at] == wanted) & self.counts[pair]
+        supported = (key[at] == wanted) & self.counts[pair] & (self.z[pair] != -torch.inf)
         return (taken(self.z, pair) - self.lse[:, None]).masked_fill(~supported, -torch.inf)
 
 

@@ -134,6 +134,86 @@ def test_a_support_of_everything_is_none() -> None:
     assert not torch.equal(found.logprobs, whole.logprobs)
 
 
+@pytest.mark.parametrize("repeated", [(0, 0, 3, 3), (0, 3, 3, 3)], ids=["same sum", "other sum"])
+def test_as_many_repeated_ids_as_classes(repeated: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (3, 4))
+    support = TokenSupport(torch.arange(4) * 4, torch.tensor(repeated).repeat(3))
+
+    def logprobs(hidden: Tensor, weight: Tensor) -> Tensor:
+        return token_logprobs(hidden, weight, torch.tensor([0, 3, 3]), support=support).logprobs
+
+    listed = (hidden @ weight.T)[:, [0, 3]].log_softmax(-1)
+    expected = listed.gather(1, torch.tensor([[0], [1], [1]]))[:, 0]
+    torch.testing.assert_close(logprobs(hidden, weight), expected)
+    # A graph does not wait for the ids.
+    compiled = torch.compile(logprobs, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="must list each id once at each token"):
+        compiled(hidden, weight)
+
+
+@pytest.mark.parametrize(**grid())
+def test_ids_whose_bias_is_minus_infinity(place: Place) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator).to(place.device) for n in (3, 5))
+    bias = torch.tensor([-torch.inf, 0.3, 0.0, -torch.inf, 0.0], device=place.device)
+    temperature = torch.tensor([0.7, 1.3, 2.0], device=place.device)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias, temperature)]
+    # The first token has no id of any probability, the second one's target has none.
+    rows = torch.tensor([[0, 3, 0], [3, 1, 2], [0, 1, 4]], device=place.device)
+    support = TokenSupport(torch.arange(4, device=place.device) * 3, rows.reshape(-1))
+    targets = torch.tensor([3, 3, 4], device=place.device)
+    found = token_logprobs(
+        *(hidden, weight, targets),
+        bias=bias,
+        temperature=temperature,
+        support=support,
+        candidates=rows,
+        stats=("entropy", "sum_p2", "correct"),
+        top_k=2,
+        **place.options,
+    )
+    logits = ((hidden @ weight.T + bias) / temperature[:, None]).gather(1, rows)
+    expected = logits[1:].log_softmax(-1)
+    assert found.outside is not None and int(found.outside) == 2
+    assert found.logprobs[:2].tolist() == [-torch.inf] * 2
+    torch.testing.assert_close(found.logprobs[2], expected[1, 2])
+    assert found.candidates is not None and bool((found.candidates[0] == -torch.inf).all())
+    torch.testing.assert_close(found.candidates[1:], expected)
+    assert found.top_logprobs is not None and bool((found.top_logprobs[0] == -torch.inf).all())
+    assert found.entropy is not None and not found.entropy.isnan().any() and found.entropy[0] == 0
+    assert found.correct is not None and found.correct.tolist()[:2] == [False, False]
+    ours = found.candidates.where(found.candidates.isfinite(), 0).sum() + found.logprobs[2]
+    right = expected.where(expected.isfinite(), 0).sum() + expected[1, 2]
+    grads = torch.autograd.grad(ours, leaves)
+    for leaf, grad in zip(leaves, grads, strict=True):
+        assert grad.isfinite().all(), leaf.shape
+    golden = torch.autograd.grad(right, (hidden, weight, bias))
+    for grad, other in zip(grads, golden, strict=False):
+        torch.testing.assert_close(grad, other.nan_to_num(), rtol=1e-4, atol=1e-5)
+    # Finite logits alone make the temperature's gradient.
+    alone = [rows[1, 1:], rows[2, 1:]]
+    parts = [
+        ((hidden[i + 1] @ weight[ids].T + bias[ids]) / temperature[i + 1]).log_softmax(-1)
+        for i, ids in enumerate(alone)
+    ]
+    (right_temperature,) = torch.autograd.grad(
+        sum(x.sum() for x in parts) + parts[1][1], temperature
+    )
+    torch.testing.assert_close(grads[3], right_temperature, rtol=1e-4, atol=1e-5)
+
+
+def test_candidates_of_other_strides_warn_of_nothing() -> None:
+    listing = Listing.make(torch.float32)
+    given = listing.hidden, listing.weight, listing.targets
+    dims = listing.candidates.movedim(-1, 0).contiguous().movedim(0, -1)
+    assert not dims.is_contiguous()
+    found = token_logprobs(*given, support=listing.support, candidates=dims)
+    other = token_logprobs(*given, support=listing.support, candidates=listing.candidates)
+    assert found.candidates is not None and other.candidates is not None
+    assert torch.equal(found.candidates, other.candidates)
+
+
 def test_a_support_of_everything_has_the_entropys_derivative_by_temperature() -> None:
     listing = replace(Listing.make(torch.float64), allowed=torch.ones(*SHAPE, CLASSES).bool())
     tokens = SHAPE[0] * SHAPE[1]
