@@ -147,7 +147,7 @@ def linear_distillation(
             workspace_bytes: as in `linear_cross_entropy`; with sequence_parallel both hidden states
             are this rank's slices.
     Returns:
-        The loss in fp32 (float64 if one of the models is): []; for reduction "none" targets' (shifted)
+        The loss in fp32 (float64 if a model is): []; for reduction "none" targets' (shifted)
         shape. A DistillationOutput if `stats` is not empty.
     Raises:
         ValueError: an argument is not supported; the message says which. So are teacher tensors

@@ -261,8 +261,13 @@ def _apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = [x for x, version in versions if version_of(x.materialize()) != version]
     if written:
         _count_write(call, name, written)
-    elif func in EXPOSE:
+    elif func in EXPOSE and call.stage is DONE:
         call.is_edited = True
+    elif func in EXPOSE and in_head:
+        raise PatchError(
+            f"{call.model} cannot be patched: its head takes the memory of its logits, by .data, "
+            ".numpy() or the like, and may write there"
+        )
     return result
 
 
