@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -213,20 +214,37 @@ def test_a_second_derivative_is_refused(mode: Any) -> None:
             torch.autograd.grad(penalty, hidden, retain_graph=True)
 
 
-BATCHES = {
+# name -> a function of hidden, weight and targets
+RESULTS: dict[str, Callable[..., Any]] = {
     "loss": lambda x, w, t: linear_cross_entropy(x, w, t, reduction="none"),
-    "distillation": lambda x, w, t: linear_distillation(x, w, x.detach(), 2 * w, reduction="none"),
+    "distillation": lambda x, w, t: linear_distillation(
+        x, w, x.detach(), w.detach() * 2, reduction="none"
+    ),
     "candidates": lambda x, w, t: token_logprobs(x, w, t, candidates=t[:, None]).candidates,
 }
 
 
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("name", RESULTS)
 def test_a_batch_of_upstream_gradients_is_refused(name: str) -> None:
     hidden, weight = randn(0, 8, DIM).requires_grad_(), randn(1, 50, DIM)
-    result = BATCHES[name](hidden, weight, targets_of(2, 8) % 50)
+    result = RESULTS[name](hidden, weight, targets_of(2, 8) % 50)
     upstream = torch.eye(8).view(8, *result.shape)
     with pytest.raises(RuntimeError, match="takes one upstream gradient at a time, got a batch"):
         torch.autograd.grad(result, hidden, upstream, is_grads_batched=True)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_create_graph_within_a_checkpoint(name: str) -> None:
+    hidden, weight = randn(0, 8, DIM).requires_grad_(), randn(1, 50, DIM).requires_grad_()
+    targets, leaves = targets_of(2, 8) % 50, (hidden, weight)
+    expected = torch.autograd.grad(RESULTS[name](hidden, weight, targets).sum(), leaves)
+    result = checkpoint(RESULTS[name], hidden, weight, targets, use_reentrant=False)
+    assert isinstance(result, Tensor)
+    grads = torch.autograd.grad(result.sum(), leaves, create_graph=True)
+    for grad, right in zip(grads, expected, strict=True):
+        assert torch.equal(grad, right)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy is differentiable once"):
+        grads[1].sum().backward()
 
 
 @pytest.mark.parametrize("mode", MODES)

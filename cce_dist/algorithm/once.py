@@ -44,6 +44,20 @@ class _Once(torch.autograd.Function):
         )
 
 
+class _Read:
+    """A context whose saved tensors have been read, which checkpointing without reentry allows
+    once."""
+
+    def __init__(self, ctx: Any, saved_tensors: tuple[Tensor, ...]) -> None:
+        vars(self).update(ctx=ctx, saved_tensors=saved_tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.ctx, name, value)
+
+
 # Of a tensor that autograd makes of a batch of upstream gradients.
 _BATCHED: Any = torch._C._parse_dispatch_key("Batched")
 
@@ -66,9 +80,13 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "linear_cross_entropy's backward takes one upstream gradient at a time, got a "
                 "batch of them (is_grads_batched=True, jacobian with vectorize=True): use a loop"
             )
+        # With create_graph=True.
+        is_recorded = torch.is_grad_enabled()
+        if is_recorded:
+            ctx = _Read(ctx, ctx.saved_tensors)
         with torch.no_grad():
             input_grads = backward(ctx, *grads)
-        if not torch.is_grad_enabled() or all(grad is None for grad in input_grads):
+        if not is_recorded or all(grad is None for grad in input_grads):
             return input_grads
         needed = [grad for grad in input_grads if grad is not None]
         marked = iter(_Once.apply(len(needed), *needed, *ctx.saved_tensors, *grads))
