@@ -56,14 +56,18 @@ class PatchOptions:
     vocab_over_pipeline: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("quantize_once", "vocab_over_pipeline"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
         if self.vocab_over_pipeline and (self.keep_logits or self.check_ranks):
             name = "keep_logits" if self.keep_logits else "check_ranks"
             raise ValueError(f"{name} is not supported with vocab_over_pipeline")
         if self.loss.logits != "screened" and not self.quantize_once:
             raise ValueError(f"quantize_once=False needs logits='screened', got {self.logits!r}")
         size = self.vocab_size
-        if size is not None and (isinstance(size, bool) or size < 1):
-            raise ValueError(f"vocab_size must be at least 1, got {size!r}")
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"vocab_size must be an int of at least 1, got {size!r}")
 
     @cached_property
     def loss(self) -> LossOptions:

@@ -47,7 +47,8 @@ class _State:
     options: PatchOptions | None = None
     seams: Seams | None = None
     replaced = Replacements()
-    models: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+    # model -> its head, which somebody may have replaced since
+    models: ClassVar[weakref.WeakKeyDictionary[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def apply(model: Any = None, options: PatchOptions | None = None, **keywords: object) -> Status:
@@ -113,7 +114,7 @@ def remove(model: Any = None) -> None:
     loss until `apply(vocab_over_pipeline=True)` puts the schedule back.
     """
     if model is None:
-        _remove_all_but(set())
+        _remove_all_but(set(), set())
         return
     for one in _language_models(model, find_seams()):
         _restore(one)
@@ -128,6 +129,7 @@ def patched(
     """Applies the patch within a context. The end of the context, also by an exception, removes it;
     a patch that was there before stays."""
     was_applied, before = _State.options is not None, set(_State.models)
+    over_before = over_pipeline.models()
     new_status = apply(model, options, **keywords)
     try:
         yield new_status
@@ -135,7 +137,7 @@ def patched(
         if model is not None:
             remove([x for x in _language_models(model, find_seams()) if x not in before])
         elif not was_applied:
-            _remove_all_but(before)
+            _remove_all_but(before, over_before)
 
 
 def status() -> Status:
@@ -184,7 +186,7 @@ def _apply_to(models: list[Any], options: PatchOptions, seams: Seams) -> None:
         todo.append((model, layer))
     for model, layer in todo:
         put(model, layer, options, seams)
-        _State.models.add(model)
+        _State.models[model] = layer
     if todo and _State.seams is None:
         _State.seams = seams
 
@@ -198,19 +200,22 @@ def _shard_models(
     _State.seams = _State.seams or seams
 
 
-def _remove_all_but(kept: set[Any]) -> None:
+def _remove_all_but(kept: set[Any], kept_over_pipeline: set[Any]) -> None:
     for one in set(_State.models) - kept:
         _restore(one)
     _State.replaced.restore()
     over_pipeline.restore()
+    if kept_over_pipeline:
+        over_pipeline.replace_schedule(find_pipeline_seams(), kept_over_pipeline)
     _State.options = None
-    if not kept:
+    if not kept and not kept_over_pipeline:
         quantized.restore()
         _State.seams = None
 
 
 def _restore(model: Any) -> None:
-    layer = _head_of(model)
+    layer = _State.models.pop(model, None)
+    # A copy's.
+    layer = _head_of(model) if layer is None else layer
     if layer is not None and options_of(layer) is not None:
         take_away(model, layer)
-    _State.models.discard(model)

@@ -15,7 +15,7 @@ _ID_SUFFIXES = ("token_id", "token_ids", "token_index")
 _ID_KEYS = {"suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"}
 # Keys that have ids beside other numbers, and that of a model's own code.
 _NOT_RENAMED = {"forced_decoder_ids", "sequence_bias", "auto_map"}
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx")
 
 
 def check_config(name: str, config: dict[str, Any]) -> None:
@@ -53,10 +53,10 @@ def vocabulary_of(model: Path) -> tuple[int, set[str]]:
 
     Raises:
         ValueError: transformers has no causal language model of this kind, its head is no linear
-            map of V rows, or another tensor has a dim of V.
+            map of V rows, another tensor has a dim of V, or another table has an id of the padding.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
     config = AutoConfig.from_pretrained(str(model))
     if getattr(config, "quantization_config", None) is not None:
@@ -75,6 +75,15 @@ def vocabulary_of(model: Path) -> tuple[int, set[str]]:
         )
     tensors = [*causal.named_parameters(remove_duplicate=False), *causal.named_buffers()]
     names = {name for name, tensor in tensors if any(tensor is part for part in parts)}
+    for name, module in causal.named_modules():
+        # A whole model may have it as an attribute alone.
+        looks_up = not isinstance(module, PreTrainedModel)
+        looks_up = looks_up and getattr(module, "padding_idx", None) is not None
+        if looks_up and getattr(module, "weight", None) is not embedding.weight:
+            raise ValueError(
+                f"{name}, a {type(module).__name__}, must not have a padding_idx: it looks rows up "
+                "by ids, or counts positions from the padding's id"
+            )
     _refuse_others(((name, x.shape) for name, x in tensors if name not in names), num_rows)
     return num_rows, names
 

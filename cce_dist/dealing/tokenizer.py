@@ -181,6 +181,11 @@ def check_tokenizers(old: Path, new: Path, new_ids: Sequence[int]) -> int:
     for first in range(0, len(before), SAMPLE):
         ids = range(first, min(first + SAMPLE, len(before)))
         texts += [before.decode(list(ids)), " ".join(before.decode([id]) for id in ids)]
+    # Where an added token has no match of its own, a model that knew its name would make one.
+    for token in before.added_tokens_decoder.values():
+        name = token.content
+        texts += [name.lower(), name.upper(), name.title()]
+        texts += [f"{name}s are", f"{name}_19", f"x{name}"]
     for text in texts:
         expected = [new_ids[id] for id in before(text).input_ids]
         renamed = after(text).input_ids

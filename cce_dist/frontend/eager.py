@@ -360,6 +360,8 @@ class _Results(torch.autograd.Function):
             # A loss must not keep the caller's buffer alive after the backward. Autograd would free
             # a saved tensor, but hooks would put a copy in its place.
             ctx.buffer = None
+        if buffer is not None and not _is_asked_for(ctx, 1):
+            buffer = None
         if all(grad is None for grad in grads):
             return (None,) * 8
         if isinstance(once, Once) or once.is_used:
@@ -370,6 +372,17 @@ class _Results(torch.autograd.Function):
         with without_autocast(inputs[1].device.type):
             input_grads = run(ctx.frame, inputs, saved, once, by_results, buffer)
         return (*input_grads, None, None, None)
+
+
+def _is_asked_for(ctx: Any, number: int) -> bool:
+    """Tells whether this backward wants a gradient by the tensor of a number among a function's
+    inputs, which `autograd.grad` may not: a buffer would count it twice."""
+    node = ctx.next_functions[number][0]
+    try:
+        return node is None or torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # autograd.grad by that leaf.
+        return True
 
 
 def _has(results: Tensor | LossOutput) -> tuple[bool, bool, bool]:

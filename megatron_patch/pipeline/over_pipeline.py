@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -22,8 +23,15 @@ _REPLACED = Replacements()
 _MODELS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def replace_schedule(seams: PipelineSeams) -> None:
-    """Replaces Megatron's schedule for models whose vocabulary is over the pipeline."""
+def models() -> set[Any]:
+    """Returns the models whose vocabulary is over the pipeline."""
+    return set(_MODELS)
+
+
+def replace_schedule(seams: PipelineSeams, kept: Iterable[Any] = ()) -> None:
+    """Replaces Megatron's schedule for models whose vocabulary is over the pipeline, `kept` and
+    others."""
+    _MODELS.update(kept)
 
     def schedule(original: Any, **arguments: Any) -> Any:
         models = arguments["model"]
@@ -60,6 +68,7 @@ def shard_model(
     if rows:
         if rows[0].options != options:
             raise PatchError(f"this {type(model).__name__} is patched with {rows[0].options}")
+        _MODELS.add(model)
         return
     reason = why_not_over_pipeline(model, options, language_model, seams)
     trains = model.output_layer.weight.requires_grad if reason is None and model.post_process else 0

@@ -135,7 +135,9 @@ def check_same(old: Path, new: Path) -> None:
 def test_each_tokenizer(tmp_path: Path, kind: str, ranks: int) -> None:
     old = save(tmp_path / "old", kind)
     dealt = deal(old, tmp_path / "new", ranks=ranks)
-    assert dealt.num_ids == 400 and dealt.num_rows == 400 // ranks and dealt.samples == 27
+    assert dealt.num_ids == 400 and dealt.num_rows == 400 // ranks
+    # Six texts for each token that was added.
+    assert dealt.samples == 27 + 6 * len(load(old)[1].added_tokens_decoder)
     check_same(old, tmp_path / "new")
     # Each rank has every other, or every eighth, of the first ids.
     new_ids = np.load(tmp_path / "new/new_ids.npy")
@@ -278,6 +280,57 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         "model.safetensors cannot be renamed",
     ),
 }
+
+
+@pytest.mark.parametrize("model_type", ["roberta", "xglm", "gemma3n_text"])
+def test_tables_and_positions_by_ids_are_refused(tmp_path: Path, model_type: str) -> None:
+    old = save(tmp_path / "old", "byte_level")
+    ids = {"pad_token_id": 1, "vocab_size": 400, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    if model_type == "xglm":
+        sizes = {"d_model": 32, "ffn_dim": 64, "attention_heads": 2, "num_layers": 1}
+    if model_type == "gemma3n_text":
+        sizes |= {"vocab_size_per_layer_input": 390, "layer_types": ["full_attention"] * 2}
+        sizes |= {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.0]}
+    config = transformers.AutoConfig.for_model(model_type, **ids, **sizes)
+    config.save_pretrained(old)
+    with pytest.raises(ValueError, match="must not have a padding_idx: it looks rows up by ids"):
+        deal(old, tmp_path / "new", ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "token"),
+    [
+        ("word_piece", tokenizers.AddedToken("covid", single_word=True)),
+        ("uncased", tokenizers.AddedToken("covid", special=True, normalized=False)),
+    ],
+)
+def test_an_added_token_that_the_model_would_find(
+    tmp_path: Path, kind: str, token: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def uncased(size: int, special: list[str]) -> Any:
+        tokenizer = word_piece(size, special)
+        tokenizer.normalizer = tokenizers.normalizers.Lowercase()
+        return tokenizer
+
+    monkeypatch.setitem(KINDS, "uncased", uncased)
+    old = save(tmp_path / "old", kind, rows=401)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(old))
+    tokenizer.add_tokens([token])
+    tokenizer.save_pretrained(old)
+    with pytest.raises(ValueError, match="the renamed tokenizer must have"):
+        deal(old, tmp_path / "new", ranks=2)
+
+
+def test_weights_of_other_forms_do_not_stay(tmp_path: Path) -> None:
+    old = save(tmp_path / "old", "byte_level")
+    for name in ("model.gguf", "tf_model.h5", "model.onnx"):
+        (old / name).write_text("")
+    deal(old, tmp_path / "new", ranks=2)
+    assert not [*(tmp_path / "new").glob("*.gguf"), *(tmp_path / "new").glob("*.h5")]
+    (old / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"in safetensors, got model\.gguf"):
+        deal(old, tmp_path / "newer", ranks=2)
 
 
 @pytest.mark.parametrize("spoil", REFUSED)

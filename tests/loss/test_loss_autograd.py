@@ -153,6 +153,30 @@ def test_linear_cross_entropy_grad_weight_into_accumulates(
 
 
 @pytest.mark.parametrize(**grid(gradient=MODES))
+def test_the_buffer_gets_no_gradient_that_is_not_asked_for(place: Place, gradient: str) -> None:
+    case = make_case(place=place, options={"gradient": gradient})
+    hidden, weight = leaves_of(case)
+    buffer = torch.zeros(weight.shape, device=place.device)
+    # The head may be no leaf.
+    for head in (weight, weight * 1):
+        loss = linear_cross_entropy(
+            hidden, head, targets_of(case), **case.options, grad_weight_into=buffer.zero_()
+        )
+        (by_hidden,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+        assert not buffer.any()
+        loss.backward()
+        torch.testing.assert_close(hidden.grad, by_hidden)
+        golden = golden_outputs(case)["grad_weight"]
+        torch.testing.assert_close(buffer.double().cpu(), golden, atol=2e-5, rtol=1e-2)
+        hidden.grad = None
+    loss = linear_cross_entropy(
+        hidden, weight, targets_of(case), **case.options, grad_weight_into=buffer.zero_()
+    )
+    torch.autograd.grad(loss, weight, allow_unused=True)
+    assert buffer.any()
+
+
+@pytest.mark.parametrize(**grid(gradient=MODES))
 def test_linear_cross_entropy_without_grad(place: Place, gradient: str) -> None:
     case = make_case(place=place, options={"gradient": gradient, "stats": EVERY_STAT})
     hidden, weight = leaves_of(case)

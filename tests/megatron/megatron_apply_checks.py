@@ -72,6 +72,26 @@ def one_model_of_two() -> None:
 
 
 @check
+def a_head_that_somebody_has_wrapped_since() -> None:
+    class Wrapper(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+    model = make_model()
+    layer, before = model.output_layer, dict(vars(model))
+    for model_or_all in (model, None):
+        megatron_patch.apply(model)
+        model.output_layer = Wrapper(layer)
+        megatron_patch.remove(model_or_all)
+        model.output_layer = layer
+        assert dict(vars(model)).keys() == before.keys()
+        assert not vars(layer).keys() & {"forward", "_call_impl", "megatron_patch"}
+        assert isinstance(layer(inputs()[0])[0], Tensor)
+    assert megatron_patch.status() == megatron_patch.Status(None, (), None, None)
+
+
+@check
 def a_context_leaves_what_was_applied_before() -> None:
     def kinds(*models: Any) -> list[type]:
         return [type(model.output_layer(inputs()[0])[0]) for model in models]
@@ -182,6 +202,11 @@ def refusals() -> None:
         megatron_patch.apply(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match='use gradient="filtered" or "exact"'):
         megatron_patch.apply(model, gradient="in_forward")
+    for name in ("vocab_over_pipeline", "quantize_once"):
+        with pytest.raises(ValueError, match=f"{name} must be True or False, got 'no'"):
+            megatron_patch.apply(model, **{name: "no"})
+    with pytest.raises(ValueError, match="vocab_size must be an int of at least 1, got 'abc'"):
+        megatron_patch.apply(model, vocab_size="abc")
     assert not vars(layer).keys() & {"forward", "megatron_patch"}
     assert megatron_patch.status().heads == ()
 

@@ -141,6 +141,8 @@ def on_last_stage(group: Any, setup: Setup, rel: float, *, distils: bool = False
     if setup.schedule in ("zero_bubble", "zbv"):
         last = [stage for stage in stages if stage.is_last]
         if last:
+            # Also if it has been called before, without a schedule.
+            loss(model.x[:MICROBATCH], model.targets[:MICROBATCH])
             lost = "weight must be a parameter of the last stage's module under Schedule"
             with pytest.raises(ValueError, match=lost):
                 schedule._compute_loss(model.x[:MICROBATCH], model.targets[:MICROBATCH])

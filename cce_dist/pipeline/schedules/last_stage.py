@@ -70,12 +70,9 @@ class LastStageLoss:
             LossOptions(**known_options)
         self.weight, self.group, self.teacher = weight, group, teacher
         self.options: dict[str, Any] = options
-        self._knows_schedule = False
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        if not self._knows_schedule:
-            self._check_schedule(_calling_schedule())
-            self._knows_schedule = True
+        self._check_schedule(_calling_schedule())
         tensors, options = (output, self.weight), {**self.options, "group": self.group}
         if self.teacher is None:
             loss = linear_cross_entropy(*tensors, target, **options)
@@ -113,5 +110,8 @@ def _calling_schedule() -> Any:
 
 
 def _splits_backward(schedule: Any) -> bool:
-    actions = (x for order in getattr(schedule, "pipeline_order", {}).values() for x in order)
+    # A schedule that is loaded from a file may have the second alone.
+    names = "pipeline_order", "pipeline_order_with_comms"
+    orders = (getattr(schedule, name, None) or {} for name in names)
+    actions = (x for each in orders for order in each.values() for x in order)
     return any(x is not None and x.computation_type.name == "BACKWARD_INPUT" for x in actions)

@@ -122,7 +122,11 @@ def remove_leaves_no_trace() -> None:
     assert make(ours=False).state_dict().keys() != model.state_dict().keys() or is_last()
     # Who has its rows there already gets the schedule back, and another model's is Megatron's.
     megatron_patch.apply(model, **OPTIONS)
-    assert bool(schedule(wrap(SETUP, model.config, [model])[0])) == is_last()
+    for _ in range(2):
+        assert bool(schedule(wrap(SETUP, model.config, [model])[0])) == is_last()
+        with megatron_patch.patched():
+            pass
+        assert megatron_patch.status().over_pipeline == ("GPTModel",)
     theirs = make(ours=False)
     assert bool(schedule(wrap(SETUP, theirs.config, [theirs])[0])) == is_last()
 
