@@ -303,6 +303,7 @@ def test_tables_and_positions_by_ids_are_refused(tmp_path: Path, model_type: str
     [
         ("word_piece", tokenizers.AddedToken("covid", single_word=True)),
         ("uncased", tokenizers.AddedToken("covid", special=True, normalized=False)),
+        ("ignores_merges", tokenizers.AddedToken("covid", single_word=True)),
     ],
 )
 def test_an_added_token_that_the_model_would_find(
@@ -313,7 +314,13 @@ def test_an_added_token_that_the_model_would_find(
         tokenizer.normalizer = tokenizers.normalizers.Lowercase()
         return tokenizer
 
+    def ignores_merges(size: int, special: list[str]) -> Any:
+        tokenizer = byte_level(size, special)
+        tokenizer.model.ignore_merges = True
+        return tokenizer
+
     monkeypatch.setitem(KINDS, "uncased", uncased)
+    monkeypatch.setitem(KINDS, "ignores_merges", ignores_merges)
     old = save(tmp_path / "old", kind, rows=401)
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(old))
     tokenizer.add_tokens([token])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from cce_dist import LossOptions
 from cce_dist.pipeline.schedules.last_stage import LastStageLoss
@@ -99,3 +101,21 @@ def test_last_stage_loss_refuses_other_keywords() -> None:
             LastStageLoss(torch.randn(8, 4), **teacher, **{name: value})
     with pytest.raises(ValueError, match='logits="screened" of linear_distillation needs'):
         LastStageLoss(torch.randn(8, 4), **teacher, logits="screened", divergence="jsd")
+
+
+@pytest.mark.parametrize("name", ["pipeline_order", "pipeline_order_with_comms"])
+@pytest.mark.parametrize("kind", [None, "BACKWARD_INPUT", "FULL_BACKWARD"])
+def test_a_schedule_that_is_loaded_or_has_no_order(name: str, kind: str | None) -> None:
+    weight = torch.zeros(8, 4, requires_grad=True)
+    stage = SimpleNamespace(is_last=True, submod=torch.nn.Linear(4, 4))
+    order = None if kind is None else {0: [None, _Action(0, _ComputationType[kind], 0)]}
+    orders = {"pipeline_order": None, "pipeline_order_with_comms": None} | {name: order}
+    loss, schedule = (
+        LastStageLoss(weight),
+        SimpleNamespace(_stages=[stage], _n_microbatches=1, **orders),
+    )
+    if kind != "BACKWARD_INPUT":
+        loss._check_schedule(schedule)
+        return
+    with pytest.raises(ValueError, match="weight must be a parameter of the last stage's module"):
+        loss._check_schedule(schedule)
