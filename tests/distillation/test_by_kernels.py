@@ -353,6 +353,22 @@ def test_how_far_dropped_logits_are_apart(
     torch.testing.assert_close(scores[0].of_dropped.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("beta", [0.001, 0.1])
+def test_a_mixture_near_the_student_is_filtered_as_the_middle_one(beta: float) -> None:
+    """All log ratios are at most -log(1 - beta), and a column's score has them in proportion."""
+    both, errors = zipf(torch.float32, "cpu", 300, 3000), []
+    for each in (beta, 0.5):
+        call = {**PLAIN, "alpha": 0.0, "divergence": "jsd", "beta": each}
+        leaves, exact = both.leaves(), both.leaves()
+        ours = both.run(leaves, **call, backend="triton", filter=Filter(keep=0.01))
+        right = gradients(both.run(exact, **call, gradient="exact"), exact)
+        ours = gradients(ours, leaves)
+        errors.append({name: error(ours[name], right[name]) for name in ("hidden", "weight")})
+    of_beta, of_middle = errors
+    for name, middle in of_middle.items():
+        assert of_beta[name] < 1.2 * middle, (name, errors)
+
+
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("softcaps", [(3.0, None), (None, 3.0), (None, None)])
 def test_how_far_dropped_columns_are_from_the_mixture(

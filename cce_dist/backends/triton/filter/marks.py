@@ -116,6 +116,7 @@ def marks_of(
     looseness: float = 1.0,
     teacher: tuple[Tensor, MassFactors] | None = None,
     reverse: bool = False,
+    of_ratio: float = 0.0,
 ) -> Marks:
     """Turns column masses into marks; the masses are not needed afterwards.
 
@@ -124,6 +125,7 @@ def marks_of(
         teacher: the same of a teacher, whose columns are kept with these; of reverse KL and
             Jensen-Shannon sums of log ratios. Its shares follow those of `mass` in `share`.
         reverse: as of `ForwardRequest`.
+        of_ratio: as of `score_of`.
     """
     num_blocks, num_columns = mass.shape
     words = triton.cdiv(num_blocks, 64)
@@ -155,6 +157,7 @@ def marks_of(
         words,
         blocks_per_group,
         threshold * factor * looseness,
+        of_ratio,
         TOKENS=TOKEN_BLOCK,
         BLOCK_V=block,
         AT_ONCE=at_once,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -137,6 +138,13 @@ class HeadStates:
         return (self.teacher, self.student) if self.reverse else self.states
 
     @property
+    def of_ratio(self) -> float:
+        """What a bit of the log ratios' sum adds to a column's score:
+        docs/design/distillation.md#jensen-shannon."""
+        largest = math.log(2) if self.beta is None else -math.log1p(-self.beta)
+        return math.log(2) * max(1.0, math.log(2) / largest)
+
+    @property
     def tiles(self) -> KernelTiles:
         return self.student.tiles
 
@@ -175,6 +183,7 @@ class HeadStates:
             near.head.logit_scale,
             threshold,
             self.beta or 0.0,
+            self.of_ratio,
             BLOCK_N=TOKEN_BLOCK,
             ROWS=grouping.rows,
             BLOCK_D=self.tiles.dims,
@@ -233,6 +242,7 @@ class HeadStates:
             near.head.softcap or 1.0,
             threshold,
             self.beta or 0.0,
+            self.of_ratio,
             BLOCK_N=TOKEN_BLOCK,
             BLOCK_V=far.columns,
             BLOCK_D=tiles.dims,
@@ -301,6 +311,7 @@ def marks_of_heads(
         looseness=looseness,
         teacher=teacher,
         reverse=heads.reverse,
+        of_ratio=heads.of_ratio,
     )
 
 

@@ -40,6 +40,7 @@ def marks_kernel(
     words,
     blocks_per_group,
     top,
+    of_ratio,  # of `score_of`
     TOKENS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     AT_ONCE: tl.constexpr,  # blocks whose masses are read ahead of their use: 2, 4, 8 or 16
@@ -104,7 +105,7 @@ def marks_kernel(
                 most = top / TOKENS * num_tokens
                 score = mass
                 if HAS_TEACHER:
-                    score = score_of(mass, teacher_masses[i], IS_REVERSE)
+                    score = score_of(mass, teacher_masses[i], of_ratio, IS_REVERSE)
                 drawn_by = score * times
                 draws = (drawn_by > most * 0.5) & ((drawn_by <= most) | (draw_level == 1))
                 drawn_here |= tl.where(draws, 1 << i, 0)

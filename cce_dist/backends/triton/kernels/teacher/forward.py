@@ -73,16 +73,23 @@ def store_mass(mass, keeps, mass_ptrs, inside):
 
 @triton.jit
 def store_masses(
-    mass, teacher_mass, threshold, mass_ptrs, teacher_mass_ptrs, inside, IS_REVERSE: tl.constexpr
+    mass,
+    teacher_mass,
+    threshold,
+    of_ratio,  # of `score_of`
+    mass_ptrs,
+    teacher_mass_ptrs,
+    inside,
+    IS_REVERSE: tl.constexpr,
 ):
     """Stores both models' masses of a block's columns, negative where they are kept. If IS_REVERSE
     the first ones are sums of exp2(y - ref of y) times the log ratio, log2. Returns which columns
     are kept."""
     if IS_REVERSE:
-        keeps = score_of(teacher_mass, mass, True) >= threshold
+        keeps = score_of(teacher_mass, mass, of_ratio, True) >= threshold
         tl.store(mass_ptrs, mass, mask=inside)
     else:
-        keeps = score_of(mass, teacher_mass, False) >= threshold
+        keeps = score_of(mass, teacher_mass, of_ratio, False) >= threshold
         store_mass(mass, keeps, mass_ptrs, inside)
     store_mass(teacher_mass, keeps, teacher_mass_ptrs, inside)
     return keeps
@@ -201,6 +208,7 @@ def teacher_forward_kernel(
     teacher_softcap,
     keep,
     beta,  # of Jensen-Shannon
+    of_ratio,  # of `score_of`
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -327,7 +335,7 @@ def teacher_forward_kernel(
             p *= slope
             keeps = store_masses(
                 tl.sum(ratios * slope if IS_REVERSE else q, 1), tl.sum(p, 1), threshold,
-                mass_ptr + columns, teacher_mass_ptr + columns, columns < V, IS_REVERSE,
+                of_ratio, mass_ptr + columns, teacher_mass_ptr + columns, columns < V, IS_REVERSE,
             )  # fmt: skip
             drops = tl.where(keeps, 0.0, 1.0)[:, None]
             dropped += partial_sums(q * drops, BLOCK_V, BLOCK_N)

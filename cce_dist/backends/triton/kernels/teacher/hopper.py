@@ -118,6 +118,7 @@ def sum_both(
     teacher_scale,
     threshold,
     beta,
+    of_ratio,
     BLOCK_N: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -236,7 +237,9 @@ def sum_both(
                 mass = masses.load(by_column)
             teacher_mass = masses_of(p, masses, BLOCK_N, ROWS, by_column)
             mass_ptrs = mass_ptr + at, teacher_mass_ptr + at
-            keeps = store_masses(mass, teacher_mass, threshold, mass_ptrs, at < V, IS_REVERSE)
+            keeps = store_masses(
+                mass, teacher_mass, threshold, of_ratio, mass_ptrs, at < V, IS_REVERSE
+            )
             drops.store(gl.where(keeps, 0.0, 1.0))
             dropped, teacher_dropped = with_dropped(
                 dropped, teacher_dropped, exponentials, waiting, drops, BLOCK_N, COLUMNS, IS_REVERSE
@@ -277,6 +280,7 @@ def hopper_teacher_kernel(
     teacher_scale,
     keep,
     beta,
+    of_ratio,
     BLOCK_N: gl.constexpr,
     ROWS: gl.constexpr,  # columns of a tile in a group
     BLOCK_D: gl.constexpr,  # of the student
@@ -330,8 +334,8 @@ def hopper_teacher_kernel(
                     teacher_lower_ptr, state_ptr, teacher_ptr, mass_ptr, teacher_mass_ptr,
                     waiting.index(0), of_columns, tiles, teacher_tiles, full, empty,
                     block, split, splits, num_turns, start_turn, stop_turn, launch, num_blocks,
-                    count, size, N, V, D, D_TEACHER, scale, teacher_scale, threshold, beta, BLOCK_N,
-                    ROWS, STAGES, HAS_BIAS, TEACHER_HAS_BIAS, IS_REVERSE, IS_JSD,
+                    count, size, N, V, D, D_TEACHER, scale, teacher_scale, threshold, beta,
+                    of_ratio, BLOCK_N, ROWS, STAGES, HAS_BIAS, TEACHER_HAS_BIAS, IS_REVERSE, IS_JSD,
                 ),
             ),
             (
@@ -341,8 +345,8 @@ def hopper_teacher_kernel(
                     teacher_lower_ptr, state_ptr, teacher_ptr, mass_ptr, teacher_mass_ptr,
                     waiting.index(1), of_columns, tiles, teacher_tiles, full, empty,
                     block, split, splits, num_turns, start_turn, stop_turn, launch, num_blocks,
-                    count, size, N, V, D, D_TEACHER, scale, teacher_scale, threshold, beta, BLOCK_N,
-                    ROWS, STAGES, HAS_BIAS, TEACHER_HAS_BIAS, IS_REVERSE, IS_JSD,
+                    count, size, N, V, D, D_TEACHER, scale, teacher_scale, threshold, beta,
+                    of_ratio, BLOCK_N, ROWS, STAGES, HAS_BIAS, TEACHER_HAS_BIAS, IS_REVERSE, IS_JSD,
                 ),
             ),
             (

@@ -61,14 +61,16 @@ def store_mass(mass, keeps, mass_ptrs, inside):
 
 
 @gluon.jit
-def store_masses(mass, teacher_mass, threshold, mass_ptrs, inside, IS_REVERSE: gl.constexpr):
+def store_masses(
+    mass, teacher_mass, threshold, of_ratio, mass_ptrs, inside, IS_REVERSE: gl.constexpr
+):
     """Stores masses as `forward.store_masses`. Args: mass_ptrs: of both. Returns which columns are
     kept."""
     if IS_REVERSE:
-        keeps = score_of(teacher_mass, mass, True) >= threshold
+        keeps = score_of(teacher_mass, mass, of_ratio, True) >= threshold
         gl.store(mass_ptrs[0], mass.to(mass_ptrs[0].dtype.element_ty), mask=inside)
     else:
-        keeps = score_of(mass, teacher_mass, False) >= threshold
+        keeps = score_of(mass, teacher_mass, of_ratio, False) >= threshold
         store_mass(mass, keeps, mass_ptrs[0], inside)
     store_mass(teacher_mass, keeps, mass_ptrs[1], inside)
     return keeps
