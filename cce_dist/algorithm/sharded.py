@@ -67,7 +67,7 @@ def backward(
     head: Head,
     plan: Plan,
     stats: Stats,  # of `forward`
-    upstream: Upstream,  # the loss's gradient by each token's statistics
+    upstream: Upstream,  # the loss's gradient with respect to each token's statistics
     *,
     kept: Kept | None,  # of `choose_columns`
     hidden: bool,  # whether its gradient is needed; so with bias
@@ -100,7 +100,7 @@ def backward(
 
 
 def of_logits(upstream: Upstream, tokens: Tokens, plan: Plan) -> Upstream:
-    """Returns the loss's gradient by the statistics of logits without a token's scale."""
+    """Returns the loss's gradient with respect to statistics of logits before a token's scale."""
     if plan.shard.vocab_size == 1 and upstream.nll is not None:
         # One class has probability 1: a difference of two roundings is no gradient.
         upstream = replace(upstream, nll=0 * upstream.nll)

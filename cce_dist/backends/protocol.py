@@ -105,7 +105,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """Step 1."""
+    """The request of step 1."""
 
     wanted: Wanted
     filter: ColumnFilter | None  # None: columns are not scored
@@ -113,13 +113,13 @@ class ForwardRequest:
     bounds: Bounds | None  # exchanges bounds with the other ranks; None: no exchange
     store: LogitStore | None  # filled with logits
     room: Room
-    # Columns of a segment of the shard; 0: there is but one. Else statistics are those of each
-    # segment, [S, N], none follows from another token or from the other segments, and nothing is
+    # The number of columns of a segment; 0: the shard is one segment. With segments each has its
+    # own statistics, [S, N]. They depend on no other token and no other segment, and nothing is
     # filtered, screened, exchanged or stored.
     segment: int = 0
     reverse: bool = False  # of two heads: KL(student || teacher), not KL(teacher || student)
-    # Of two heads: Jensen-Shannon, after a step 1 of each; not None only with `reverse`, as the
-    # student's probabilities weigh the log ratios that the backward needs.
+    # Of two heads: Jensen-Shannon, after a step 1 of each head. It needs `reverse`: the student's
+    # probabilities weigh the log ratios that the backward needs.
     mixture: Mixture | None = None
 
 
@@ -133,7 +133,7 @@ class TeacherStats:
     # [2, N], this shard's part of the divergence and of KL(student || mixture)
     kl: Tensor
     scores: Scores | None  # of both models; None: this shard has no columns
-    # [1] int32: 1 where the teacher's logits were to be screened, and are full; None: they were not
+    # [1] int32: 1 if screening the teacher's logits fell back to full ones; None: no screening
     full: Tensor | None = None
 
 
@@ -177,7 +177,7 @@ class ExpectedBackward:
 
 @dataclass(frozen=True)
 class BackwardRequest:
-    """Step 3, and the start of step 4."""
+    """The request of step 3, which also starts step 4."""
 
     stats: Stats  # merged over the ranks: lse, target logit, and entropy if upstream has one
     upstream: Upstream
@@ -187,8 +187,8 @@ class BackwardRequest:
     bias: bool  # the bias needs a gradient
     store: LogitStore | None  # as the forward left it
     room: Room
-    # No token's hidden gradient follows from another token. It keeps every column, in one order of
-    # sums whatever the number of tokens is, and nothing is stored.
+    # A token's hidden gradient depends on no other token: every column is kept, the order of sums
+    # is the same for any number of tokens, and nothing is stored.
     invariant: bool = False
     # Needs `Backend.forward_of_heads`.
     teacher: TeacherPart | None = None
@@ -334,7 +334,8 @@ class Backend(Protocol):
         backward: ExpectedBackward,
         spare: Tensor | None,
     ) -> LogitStore | None:
-        """Makes memory for logits that the backward would else compute again; None: no use for it.
+        """Allocates memory for logits that the backward would otherwise compute again; None: the
+        backend has no use for it.
 
         Args: spare: the weight's gradient, [V_local, D], which nobody reads before the backward.
         """
