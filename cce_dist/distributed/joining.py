@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -19,6 +20,9 @@ DeviceChoice = Literal["auto", "cuda", "cpu"]
 TIMEOUT_S = 120.0
 # A cold file system may keep some ranks importing for minutes.
 JOIN_TIMEOUT_S = 300.0
+# For gloo's threads to free the last collective's tensors, under Python's lock: torch 2.13 aborts a
+# process that ends before, where a mesh or a DTensor still holds the group.
+LAST_FREED_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,7 @@ def join(
 def leave(ranks: Ranks | World) -> None:
     """Ends the process groups. Rank 0 stays a moment if it hosts a store that others still use."""
     dist.destroy_process_group()
+    time.sleep(LAST_FREED_S)
     leave_store(ranks.store, ranks.rank, ranks.world_size, host=not ranks.launch.agent_store)
 
 

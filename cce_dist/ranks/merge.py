@@ -89,7 +89,6 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-@in_phase("merge")
 def merge_stats(
     local: Stats,
     shard: VocabShard,

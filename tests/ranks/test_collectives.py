@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist import all_reduce_logaddexp
+from cce_dist import all_reduce_logaddexp, linear_cross_entropy
+from cce_dist.core.phases import watched_by
 from cce_dist.testing import CollectiveCounter, shared_pool
 
 INF = torch.inf
@@ -121,3 +122,27 @@ def test_all_reduce_logaddexp_refuses_uneven_tensors_on_every_rank() -> None:
 def test_all_reduce_logaddexp_refuses_a_bad_group(group: object) -> None:
     with pytest.raises(ValueError, match=r"group must be a ProcessGroup"):
         all_reduce_logaddexp(torch.ones(2), group)
+
+
+def phases_of_a_loss(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    told: list[tuple[str, str]] = []
+
+    class Teller:
+        def enter(self, phase: str, begins: bool) -> None:
+            if begins:
+                told.append(("enter", phase))
+
+        def leave(self, phase: str, error: BaseException | None) -> None:
+            told.append(("leave", phase))
+
+    hidden = torch.randn(8, 4, requires_grad=True)
+    weight = torch.randn(16, 4).chunk(2)[dist.get_rank(group)].clone().requires_grad_()
+    with watched_by(Teller()):
+        linear_cross_entropy(hidden, weight, torch.arange(8), group=group).backward()
+    return told
+
+
+def test_a_loss_tells_each_phase_once() -> None:
+    """Whoever counts them, as a heartbeat does, counts calls."""
+    for told in shared_pool().run(2, phases_of_a_loss):
+        assert [phase for what, phase in told if what == "enter"] == ["merge", "reduce"]
