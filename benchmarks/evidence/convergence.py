@@ -34,6 +34,7 @@ class Case:
         steps: steps after which held-out text was evaluated.
         losses: for each method and seed, then for each step, the row of nats by group.
         runs: for each method and seed the row of part "run"; a failed run's row says why.
+        date: of the record, ISO.
     """
 
     vocab_size: int
@@ -41,6 +42,7 @@ class Case:
     steps: tuple[int, ...]
     losses: Mapping[tuple[str, int], Mapping[int, Row]]
     runs: Mapping[tuple[str, int], Row]
+    date: str
 
     @property
     def methods(self) -> list[str]:
@@ -219,10 +221,10 @@ def cases_of(record: Record) -> list[Case]:
         if row["part"] in ("run", "curve"):
             start = str(row["start"])
             rows.setdefault((int(row["vocab"] or 0), start != "random", start), []).append(row)
-    return [_case(key[0], key[2], rows[key]) for key in sorted(rows)]
+    return [_case(key[0], key[2], rows[key], record.date) for key in sorted(rows)]
 
 
-def _case(vocab_size: int, start: str, rows: Sequence[Row]) -> Case:
+def _case(vocab_size: int, start: str, rows: Sequence[Row], date: str) -> Case:
     losses: dict[tuple[str, int], dict[int, Row]] = {}
     runs: dict[tuple[str, int], Row] = {}
     for row in rows:
@@ -232,14 +234,14 @@ def _case(vocab_size: int, start: str, rows: Sequence[Row]) -> Case:
         else:
             losses.setdefault(run, {})[int(row["step"] or 0)] = row
     steps = tuple(sorted({step for evaluated in losses.values() for step in evaluated}))
-    return Case(vocab_size, start, steps, losses, runs)
+    return Case(vocab_size, start, steps, losses, runs, date)
 
 
 def pools_of(records: Sequence[Record]) -> list[Pool]:
     """Returns pools of cases with the same device, settings and start.
 
     A method is in a pool if at least two vocabularies have it. For each vocabulary, the case with
-    the most seeds of the method is taken. Methods that come from the same cases share a pool.
+    the most seeds of the method is taken, of several the newest. Methods that come from the same cases share a pool.
     """
     alike: dict[tuple[str, str, str], dict[int, list[Case]]] = {}
     for record in records:
@@ -255,7 +257,7 @@ def pools_of(records: Sequence[Record]) -> list[Pool]:
         for method in dict.fromkeys(every):
             able = [[case for case in cases if case.compares(method)] for cases in alternatives]
             chosen = tuple(
-                max(cases, key=lambda case: len(case.shared_seeds(method)))
+                max(cases, key=lambda case: (len(case.shared_seeds(method)), case.date))
                 for cases in able
                 if cases
             )
