@@ -51,7 +51,7 @@ class Columns:
         """Returns the divergence, [N], and its derivative by `student`, [N, K]."""
         student, teacher = self.complete(student, teacher)
         sums = self.divergences.sums(student, teacher)
-        value = mean = sums.kl
+        value = mean = sums.kl.to(student.dtype)
         if self.divergences.passes == 2:
             value, mean = self.divergences.terms(student, teacher, sums)
         derivative = self.divergences.derivative(student, teacher, sums, mean)

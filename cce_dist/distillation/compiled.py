@@ -212,11 +212,14 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tupl
     dtypes = [accumulate_dtype(x.dtype) for x in (hidden, teacher_weight)]
     dtype = torch.promote_types(*dtypes)
 
-    def vector(is_wanted: bool = True) -> Tensor:
+    def vector(is_wanted: bool = True, dtype: torch.dtype = dtype) -> Tensor:
         return hidden.new_empty(size if is_wanted else 0, dtype=dtype)
 
     scores = bound.scores_like(plan, size, weight) if any(needs) else None
     vectors = [vector() for _ in range(num_vectors(plan, bound.objective))]
+    if not is_by_kernels(plan) and not bound.objective.takes_tiles:
+        # Of eager torch all but the mean: see `Sums`.
+        vectors = [vector(dtype=torch.float64 if i != 2 else dtype) for i in range(len(vectors))]
     flag = hidden.new_empty((), dtype=torch.bool)
     return vector(), vector(bound.objective.alpha > 0), flag, vectors, take_apart(scores)[1]
 

@@ -19,7 +19,11 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
 
 
 class Sums(NamedTuple):
-    """Sums of each token over some columns, [N] or, of several parts, [R, N]."""
+    """Sums of each token over some columns, [N] or, of several parts, [R, N].
+
+    Eager torch has them in float64: a log-sum-exp of some hundreds in fp32 errs by more than the
+    log-probability of an id that is nearly sure.
+    """
 
     student: Tensor  # A
     teacher: Tensor  # Y
@@ -56,24 +60,27 @@ class Divergences:
 
     def sums(self, a: Tensor, y: Tensor) -> Sums:
         """Sums a tile [n, columns]."""
-        student, teacher = a.logsumexp(1), y.logsumexp(1)
+        student, teacher = log_sum(a), log_sum(y)
         if self.passes == 2:
             return Sums(student, teacher, torch.zeros_like(student))
-        near, far = self._by_weight(a, y)
-        whole_near, whole_far = self._by_weight(student, teacher)
-        weight = (near - _finite(whole_near)[:, None]).exp()
-        ratio = near - far - (whole_near - _finite(whole_far))[:, None]
-        return Sums(student, teacher, (weight * ratio).masked_fill(weight == 0, 0).sum(1))
+        log_q, log_p = log_softmax(a, _finite(student)), log_softmax(y, _finite(teacher))
+        near, far = self._by_weight(log_q, log_p)
+        weight = near.exp()
+        kl = (weight * near.sub_(far)).masked_fill_(weight == 0, 0).sum(1)
+        return Sums(student, teacher, kl.to(student.dtype))
 
-    def merge(self, parts: Sums) -> Sums:
+    def merge(self, parts: Sums, dtype: torch.dtype) -> Sums:
         """Merges parts [R, N], in their order. A part whose far log-sum-exp is -inf has its kl
-        relative to 0 in place of it."""
+        relative to 0 in place of it.
+
+        Args: dtype: of the logits. A part whose share is 0 in it adds 0, as a column does.
+        """
         student, teacher = logaddexp_parts(parts.student), logaddexp_parts(parts.teacher)
         if self.passes == 2:
             return Sums(student, teacher, parts.kl[0])
         near, far = self._by_weight(parts.student, parts.teacher)
         whole_near, whole_far = self._by_weight(student, teacher)
-        share = (near - _finite(whole_near)).exp()
+        share = (near - _finite(whole_near)).exp().to(dtype)
         ratio = parts.kl + (near - _finite(far)) - (whole_near - _finite(whole_far))
         return Sums(student, teacher, (share * ratio).masked_fill(share == 0, 0).sum(0))
 
@@ -85,7 +92,7 @@ class Divergences:
 
     def terms(self, a: Tensor, y: Tensor, sums: Sums) -> tuple[Tensor, Tensor]:
         """Returns a tile's part of the value and of the mean of `slopes`, [n] each: both add up."""
-        log_q, log_p = a - sums.student[:, None], y - sums.teacher[:, None]
+        log_q, log_p = log_softmax(a, sums.student), log_softmax(y, sums.teacher)
         q, p = log_q.exp(), log_p.exp()
         slope = self.slopes(log_q, log_p)
         mean = (q * slope).masked_fill(q == 0, 0).sum(1)
@@ -111,12 +118,27 @@ class Divergences:
 
         Args: mean: [n] sum over all columns of q f; for KLs the value.
         """
-        log_q, log_p = a - sums.student[:, None], y - sums.teacher[:, None]
+        log_q, log_p = log_softmax(a, sums.student), log_softmax(y, sums.teacher)
         q = log_q.exp()
         if not self.has_mean:
             return q - log_p.exp()
         centred = self.slopes(log_q, log_p) - mean[:, None]
         return (q * centred).masked_fill(q == 0, 0)
+
+
+def log_sum(a: Tensor) -> Tensor:
+    """Returns log sum exp of each row of a tile [n, columns], in float64; `a` in its own dtype."""
+    top = a.amax(1)
+    top = top.masked_fill(top.isinf(), 0)
+    return top.double() + (a - top[:, None]).exp_().sum(1).double().log()
+
+
+def log_softmax(a: Tensor, lse: Tensor) -> Tensor:
+    """Returns a - lse, [n, columns] in a's dtype, with the digits that lse has beyond it."""
+    near = lse.to(a.dtype)
+    rest = (lse - near).to(a.dtype)
+    # An infinite lse has no rest.
+    return (a - near[:, None]).sub_(rest.nan_to_num_(0)[:, None])
 
 
 def _finite(lse: Tensor) -> Tensor:

@@ -172,9 +172,10 @@ def _forward(
     require_equal_sizes(student[0], teacher, call)
     pair = pair_of(*student, teacher, call, objective)
     first, has_targets = first_pass(pair), pair.has_targets
-    merged = merge(first, pair.divergences, call.plan, pair.kernels, has_targets=has_targets)
+    of_pair = pair.divergences, call.plan, pair.kernels, pair.dtype
+    merged = merge(first, *of_pair, has_targets=has_targets)
     value, mean = value_and_mean(pair, merged.sums, call.plan)
-    nll = merged.lse - merged.target_logit if has_targets else None
+    nll = (merged.lse - merged.target_logit).to(pair.dtype) if has_targets else None
     # The caller may write to a value, and its backward reads the mean.
     return value.clone(), nll, (merged.sums.student, merged.sums.teacher, mean, merged.lse)
 
@@ -225,7 +226,7 @@ def value_and_mean(pair: Pair, sums: Sums, plan: Plan) -> tuple[Tensor, Tensor]:
     Args: sums: merged. Collectives: with two passes one all-gather of 2 N numbers.
     """
     if pair.divergences.passes == 1:
-        return sums.kl, sums.kl
+        return (kl := sums.kl.to(pair.dtype)), kl
     terms = second_pass(pair, sums)
     if plan.group is not None:
         terms = all_gather(terms, plan.group).sum(0)
@@ -290,7 +291,8 @@ def merge(
     local: FirstPass,
     divergences: Divergences,
     plan: Plan,
-    kernels: TileKernels | None = None,
+    kernels: TileKernels | None,
+    dtype: torch.dtype = torch.float32,
     *,
     has_targets: bool,
     checks: bool = True,
@@ -299,8 +301,10 @@ def merge(
 
     Args:
         kernels: merge them in one launch; None: eager torch does, in dozens.
+        dtype: of the logits.
         checks: that the ranks' rows are those of one softmax, in eager torch in dozens more.
     Collectives: one all-gather of 9 + K N numbers, K = 3, or 5 with targets; without checks K N.
+        They have the dtype of `Pair.dtype_of_sums`.
     """
     if plan.group is None:
         return local
@@ -311,7 +315,7 @@ def merge(
     if not checks:
         parts = all_gather(sums, plan.group)
         if kernels is None:
-            return _merged(parts, divergences, full)
+            return _merged(parts, divergences, full, dtype)
         return FirstPass.of_rows(kernels.merge(parts), full)
     full = None if full is None else full.to(sums.dtype)
     header = plan.shard, sums.numel()
@@ -326,7 +330,7 @@ def merge(
         parts = messages[:, NUM_DIGITS + 1 :].view(len(messages), *sums.shape)
         lse = parts[:, 3 if has_targets else 0]
         stats = Stats(lse, parts[:, 4] if has_targets else torch.zeros_like(lse))
-        merged, sound = _merged(parts, divergences, full), is_sound(headers, stats, None)
+        merged, sound = _merged(parts, divergences, full, dtype), is_sound(headers, stats, None)
     else:
         rows, sound = kernels.merge_messages(messages, len(sums))
         merged = FirstPass.of_rows(rows, full)
@@ -338,9 +342,10 @@ def _merged(
     rows: Tensor,  # [W, K, N]
     divergences: Divergences,
     full: Tensor | None,
+    dtype: torch.dtype,
 ) -> FirstPass:
     student, teacher, kl, *others = rows.transpose(0, 1)
-    sums = divergences.merge(Sums(student, teacher, kl))
+    sums = divergences.merge(Sums(student, teacher, kl), dtype)
     if not others:
         return FirstPass(sums, sums.student, torch.zeros_like(sums.student), full)
     return FirstPass(sums, logaddexp_parts(others[0]), others[1].sum(0), full)

@@ -126,7 +126,7 @@ def _forward(
     num_tokens = len(pair.student)
     size = _chunk_tokens(pair, plan)
     in_forward.require_same_chunks(size, hidden.device, plan.group)
-    value, alpha = pair.rows(1, 0.0)[0], objective.alpha
+    value, alpha = pair.rows(1, 0.0, pair.dtype)[0], objective.alpha
     nll = torch.empty_like(value) if pair.has_targets else None
     # Each token's loss is linear in its values.
     by_token = terms.upstream(value, None).nll
@@ -194,7 +194,8 @@ def _add_chunk(
     """Computes the tokens `at`. The chunk's logits are freed when it returns."""
     chunk = pair.of_tokens(at.start, at.stop)
     of_ranks = {"has_targets": pair.has_targets, "checks": at.start == 0}
-    merged = merge(first_pass(chunk), pair.divergences, plan, pair.kernels, **of_ranks)
+    of_pair = pair.divergences, plan, pair.kernels, pair.dtype
+    merged = merge(first_pass(chunk), *of_pair, **of_ranks)
     value, mean = value_and_mean(chunk, merged.sums, plan)
     values[0][at] = value
     if values[1] is not None:

@@ -23,7 +23,7 @@ from cce_dist.backends.torch.tiles import (
     spans,
 )
 from cce_dist.core.types import Head, Tokens, accumulate_dtype, largest_operand
-from cce_dist.distillation.divergences import Divergences, Sums
+from cce_dist.distillation.divergences import Divergences, Sums, log_softmax, log_sum
 
 if TYPE_CHECKING:
     from cce_dist.backends.triton.teacher.tiles import TileKernels
@@ -51,6 +51,11 @@ class Pair:
     def dtype(self) -> torch.dtype:
         both = (accumulate_dtype(x.weight.dtype) for x in (self.head, self.teacher_head))
         return max(both, key=lambda dtype: dtype.itemsize)
+
+    @property
+    def dtype_of_sums(self) -> torch.dtype:
+        """See `Sums`; a kernel has them in fp32."""
+        return torch.float64 if self.kernels is None else self.dtype
 
     @property
     def size(self) -> TileSize:
@@ -98,13 +103,13 @@ class Pair:
                     y = y.div_(self.temperature)
                 yield Tile(at, columns, z, slope, y)
 
-    def rows(self, number: int, value: float) -> Tensor:
+    def rows(self, number: int, value: float, dtype: torch.dtype) -> Tensor:
         """Returns sums over no columns, [number, N]. A kernel writes them at a shard's first tile,
         and does not read them."""
         hidden, shape = self.student.hidden, (number, len(self.student))
         if self.kernels is not None and self.head.weight.shape[0]:
-            return hidden.new_empty(shape, dtype=self.dtype)
-        return hidden.new_full(shape, value, dtype=self.dtype)
+            return hidden.new_empty(shape, dtype=dtype)
+        return hidden.new_full(shape, value, dtype=dtype)
 
 
 class Tile(NamedTuple):
@@ -136,7 +141,7 @@ class FirstPass(NamedTuple):
 
 
 def first_pass(pair: Pair) -> FirstPass:
-    rows = pair.rows(5 if pair.has_targets else 3, -torch.inf)
+    rows = pair.rows(5 if pair.has_targets else 3, -torch.inf, pair.dtype_of_sums)
     sums = FirstPass.of_rows(rows)
     total, lse, target_logit = sums[:3]
     if pair.kernels is None or not pair.head.weight.shape[0]:
@@ -151,18 +156,20 @@ def first_pass(pair: Pair) -> FirstPass:
             continue
         new = pair.divergences.sums(tile.z / pair.temperature, tile.y)
         parts = (torch.stack([old[at], part]) for old, part in zip(total, new, strict=True))
-        for old, merged in zip(total, pair.divergences.merge(Sums(*parts)), strict=True):
+        for old, merged in zip(
+            total, pair.divergences.merge(Sums(*parts), pair.dtype), strict=True
+        ):
             old[at] = merged
         if pair.has_targets:
-            lse[at] = torch.logaddexp(lse[at], tile.z.logsumexp(1))
+            lse[at] = torch.logaddexp(lse[at], log_sum(tile.z))
             tokens, columns = find_targets(local_targets[at], tile.columns)
-            target_logit[tokens + at.start] = tile.z[tokens, columns]
+            target_logit[tokens + at.start] = tile.z[tokens, columns].to(rows.dtype)
     return sums
 
 
 def second_pass(pair: Pair, sums: Sums) -> Tensor:
     """Returns this rank's parts of the value and of the mean slope, [2, N]: see `terms`."""
-    terms = pair.rows(2, 0.0)
+    terms = pair.rows(2, 0.0, pair.dtype)
     for tile in pair.tiles():
         at = tile.tokens
         some = Sums(*(x[at] for x in sums))
@@ -269,7 +276,7 @@ def _grad_logits(
     grad *= (upstream.divergence[at] / T)[:, None]
     if upstream.nll is not None:
         factor = upstream.nll[at]
-        grad += (tile.z - lse[at][:, None]).exp() * factor[:, None]
+        grad += log_softmax(tile.z, lse[at]).exp_() * factor[:, None]
         rows, columns = find_targets(pair.student.local_targets[at], tile.columns)
         grad[rows, columns] -= factor[rows]
     if tile.slope is not None:
