@@ -44,7 +44,6 @@ def head_loss(
     group = layer.tp_group
     size, rank = group.size(), group.rank()
     shard = VocabShard.even(weight.shape[0], rank, size, options.vocab_size)
-    inside = (labels >= 0) & (labels < shard.vocab_size)
     into = main_grad_of(layer, weight)
     keeps = keeps_logits(hidden, options)
     once = options.logits == "screened" and options.quantize_once
@@ -54,7 +53,7 @@ def head_loss(
     loss = linear_cross_entropy(
         hidden,
         weight if into is None else _IntoMainGrad.apply(weight),
-        torch.where(inside, labels, IGNORED),
+        classes_of(labels, shard),
         group=group if size > 1 else None,
         vocab_shard=shard,
         sequence_parallel=layer.sequence_parallel,
@@ -73,6 +72,16 @@ def head_loss(
     )
     assert isinstance(loss, Tensor)
     return loss.contiguous()
+
+
+def classes_of(labels: Tensor, shard: VocabShard) -> Tensor:
+    """Returns labels as targets of our losses: IGNORED where a label is no class.
+
+    Megatron's losses take int32 and int64, ours int64. Ours refuse every other dtype by name.
+    """
+    inside = (labels >= 0) & (labels < shard.vocab_size)
+    targets = torch.where(inside, labels, IGNORED)
+    return targets.long() if targets.dtype == torch.int32 else targets
 
 
 def largest_logits(

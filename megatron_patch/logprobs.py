@@ -18,7 +18,7 @@ from torch import Tensor
 from cce_dist import TokenLogprobs, TokenSupport, VocabShard, token_logprobs
 from megatron_patch.deferred import DeferredLogits
 from megatron_patch.errors import PatchError
-from megatron_patch.head import IGNORED, MARK, add_to_main_grad, require_plain_loss
+from megatron_patch.head import MARK, add_to_main_grad, classes_of, require_plain_loss
 from megatron_patch.options import PatchOptions
 
 Stat = Literal["entropy", "sum_p2", "correct", "mean_logit"]
@@ -107,7 +107,6 @@ def head_logprobs(
     require_plain_loss(options, "log-probabilities")
     size, rank = layer.tp_group.size(), layer.tp_group.rank()
     shard = VocabShard.even(weight.shape[0], rank, size, options.vocab_size)
-    inside = (labels >= 0) & (labels < shard.vocab_size)
     temperature, support = wanted.temperature, wanted.support
     if isinstance(temperature, Tensor) and temperature.dim() == 2:
         temperature = temperature.transpose(0, 1)
@@ -115,7 +114,7 @@ def head_logprobs(
     return token_logprobs(
         hidden,
         add_to_main_grad(layer, weight),
-        torch.where(inside, labels, IGNORED),
+        classes_of(labels, shard),
         temperature=temperature,
         support=None if support is None else turn_support(support, labels.shape),
         candidates=None if candidates is None else candidates.transpose(0, 1),

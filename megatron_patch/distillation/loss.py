@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from cce_dist import VocabShard, linear_distillation
 from megatron_patch.errors import PatchError
-from megatron_patch.head import IGNORED, HeadFunction, add_to_main_grad
+from megatron_patch.head import IGNORED, HeadFunction, add_to_main_grad, classes_of
 from megatron_patch.options import PatchOptions
 from megatron_patch.replaced import computing, options_of
 from megatron_patch.seams import LOSS
@@ -118,13 +118,12 @@ def head_distillation(
     """Computes each token's distillation loss: [s, b] fp32. Args: as in `head_loss`."""
     size, rank = layer.tp_group.size(), layer.tp_group.rank()
     shard = VocabShard.even(weight.shape[0], rank, size, options.vocab_size)
-    inside = (labels >= 0) & (labels < shard.vocab_size)
     loss = linear_distillation(
         hidden,
         add_to_main_grad(layer, weight),
         teacher.hidden,
         teacher.weight.detach(),
-        torch.where(inside, labels, IGNORED),
+        classes_of(labels, shard),
         divergence=divergence,
         beta=beta,
         temperature=temperature,

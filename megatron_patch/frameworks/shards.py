@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import TokenLogprobs, VocabShard, token_logprobs
-from megatron_patch.head import IGNORED
+from megatron_patch.head import classes_of
 from megatron_patch.logprobs import Stat
 from megatron_patch.options import PatchOptions
 
@@ -17,7 +16,7 @@ from megatron_patch.options import PatchOptions
 def shard_logprobs(
     hidden: Tensor,  # [..., h]; with sequence_parallel [s / tp, ..., h]
     weight: Tensor,  # [V / tp, h]
-    targets: Tensor,  # [...] int64
+    targets: Tensor,  # [...] int32 or int64
     *,
     group: Any,
     options: PatchOptions,
@@ -38,11 +37,10 @@ def shard_logprobs(
     rows = weight.shape[0]
     start, stop = bounds or (rank * rows, (rank + 1) * rows)
     shard = VocabShard(start, stop, options.vocab_size or size * rows)
-    inside = (targets >= 0) & (targets < shard.vocab_size)
     return token_logprobs(
         hidden,
         weight,
-        torch.where(inside, targets, IGNORED),
+        classes_of(targets, shard),
         temperature=temperature,
         stats=stats,
         group=group if size > 1 else None,

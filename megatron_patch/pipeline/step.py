@@ -17,7 +17,7 @@ from torch import Tensor
 from cce_dist.pipeline.schedules.server import Waiting
 from megatron_patch.deferred import version_of
 from megatron_patch.errors import PatchError, failing_in
-from megatron_patch.head import IGNORED
+from megatron_patch.head import classes_of
 from megatron_patch.pipeline.rows import Rows
 from megatron_patch.pipeline.stages import Pipeline
 from megatron_patch.pipeline.tied import TiedStep
@@ -216,9 +216,7 @@ class Step:
             )
         hidden, labels, _ = accepted
         self._accepted = None
-        shard = self.rows.shard
-        inside = (labels >= 0) & (labels < shard.vocab_size)
-        targets = torch.where(inside, labels, IGNORED).transpose(0, 1)
+        targets = classes_of(labels, self.rows.shard).transpose(0, 1)
         self.head.post(index, self.root, *self.head.checked(hidden, targets))
         return Waiting.apply(hidden, self, index)  # pyright: ignore[reportReturnType]
 

@@ -54,7 +54,8 @@ def compare_with_golden(
         hidden, _ = inputs(setup)
         if ours:
             megatron_patch.apply(model, backend="torch", **options)
-        loss = head_loss(model, hidden, labels, scale)
+        # Of int32, as Megatron's own takes them, and elsewhere int64.
+        loss = head_loss(model, hidden, labels.int(), scale)
         assert loss.dtype == torch.float32 and loss.is_contiguous() and loss.shape == labels.shape
         assert bool(loss.isfinite().all())
         weight.grad = None

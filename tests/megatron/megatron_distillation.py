@@ -124,7 +124,7 @@ def compare_with_dense(
         cap = SOFTCAPS[name] if capped else None
         megatron_patch.apply(model, gradient="exact", vocab_size=size, softcap=cap)
     given, labels = inputs()
-    losses = distillation_loss(student, teacher, *given, labels=labels, **options)
+    losses = distillation_loss(student, teacher, *given, labels=labels.int(), **options)
     assert losses.dtype == torch.float32 and losses.shape == labels.shape
     assert losses.is_contiguous() and not losses[expected == 0].any()
     off = (losses - expected).norm() / expected.norm()

@@ -179,7 +179,8 @@ def shard(setup: Setup, config: Any, model: Any) -> Any:
 
 
 def microbatch(number: int, setup: Setup) -> dict[str, Tensor]:
-    """This rank's tokens. Some labels are no class, and masked, as documents' ends are."""
+    """This rank's tokens. Some labels are no class, and masked, as documents' ends are. Every other
+    batch has labels of int32, which Megatron's losses take, too."""
     from megatron.core import parallel_state
 
     generator = torch.Generator().manual_seed(number)
@@ -187,7 +188,8 @@ def microbatch(number: int, setup: Setup) -> dict[str, Tensor]:
     # A few ids, so that there is something to learn.
     tokens, labels = (torch.randint(0, 24, shape, generator=generator) for _ in range(2))
     labels[:, :: 1 if setup.ignored and number % 4 == 1 else 5] = -100
-    batch = {"tokens": tokens, "labels": labels, "mask": (labels >= 0).float()}
+    dtype = torch.int32 if number % 2 else torch.int64
+    batch = {"tokens": tokens, "labels": labels.to(dtype), "mask": (labels >= 0).float()}
     rank = parallel_state.get_context_parallel_rank()
     return {name: x.chunk(setup.cp, 1)[rank].to(setup.device) for name, x in batch.items()}
 

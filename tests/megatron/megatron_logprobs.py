@@ -82,7 +82,7 @@ def compare_with_dense(setup: Setup, supported: bool, classes: int = CLASSES) ->
     lost = torch.cat([torch.zeros(1, dtype=torch.int64), (~kept).cumsum(0)])
     support = TokenSupport(support.offsets - lost[support.offsets], support.ids[kept])
     context = LogprobOptions(temperature, STATS, support if supported else None, candidates, 2)
-    found = processed(model, hidden, labels, context)
+    found = processed(model, hidden, labels.int(), context)
     weight = model.shared_embedding_or_output_weight() if setup.tied else model.output_layer.weight
     counts = (labels >= 0) & (labels < classes)
     ours = torch.autograd.grad(total(found, counts), (hidden, weight))

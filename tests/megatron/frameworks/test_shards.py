@@ -37,11 +37,12 @@ def refused(group: Any, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
             shard_logprobs(hidden, rows, targets, group=group, options=options, bounds=bounds)
 
 
-def test_an_uneven_split() -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_an_uneven_split(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(6, 8, generator=generator)
     weight, targets = torch.randn(19, 8, generator=generator), torch.arange(6) * 3
-    tensors = (hidden, weight, targets)
+    tensors = (hidden, weight, targets.to(dtype))
     expected = (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     for found in shared_pool().run(2, on_a_rank, tensors, 19):
         torch.testing.assert_close(found, expected)
