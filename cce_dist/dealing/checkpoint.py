@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ def vocabulary_of(model: Path) -> tuple[int, set[str]]:
 
     Raises:
         ValueError: transformers has no causal language model of this kind, its head is no linear
-            map of V rows, another tensor has a dim of V, or another table has an id of the padding.
+            map of V rows, another tensor has a dim of V, or another table is looked up by ids.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -84,8 +85,32 @@ def vocabulary_of(model: Path) -> tuple[int, set[str]]:
                 f"{name}, a {type(module).__name__}, must not have a padding_idx: it looks rows up "
                 "by ids, or counts positions from the padding's id"
             )
+    tables = {
+        name: type(module).__name__
+        for name, module in causal.named_modules()
+        if not isinstance(module, PreTrainedModel) and _looks_up(module, embedding.weight)
+    }
+    if tables:
+        innermost = [x for x in tables if not any(y.startswith(f"{x}.") for y in tables)]
+        raise ValueError(
+            "the model must look up ids in its embedding alone, got modules that take ids or "
+            f"n-grams of them: {'; '.join(f'{x}, {tables[x]}' for x in innermost)}"
+        )
     _refuse_others(((name, x.shape) for name, x in tensors if name not in names), num_rows)
     return num_rows, names
+
+
+def _looks_up(module: Any, weight: Tensor) -> bool:
+    """Tells whether a module, other than the embedding, looks up ids. Args: weight: embedding's."""
+    from torch.nn import Embedding
+
+    if any(x is weight for x in module.parameters()):
+        return False
+    # Of n-grams there are more than of ids, of positions in real models fewer.
+    if isinstance(module, Embedding):
+        return module.num_embeddings > len(weight)
+    parameters = inspect.signature(module.forward).parameters
+    return "input_ids" in parameters and parameters["input_ids"].default is inspect.Parameter.empty
 
 
 def rename_weights(

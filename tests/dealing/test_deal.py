@@ -298,6 +298,46 @@ def test_tables_and_positions_by_ids_are_refused(tmp_path: Path, model_type: str
         deal(old, tmp_path / "new", ranks=2)
 
 
+# Of each layer, more rows of n-grams than there are ids.
+HYBRID = {
+    "eos_token_id": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "layer_types": ["linear_attention"] * 2,
+    "linear_num_value_heads": 16,
+    "ple_layer_ids": [1, 2],
+    "heads_per_ngram": 1,
+    "ngram_vocab_size_base": 300,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "names"),
+    [
+        ("qwen4_exp_text", HYBRID, ["layers.0.ple.ple_embedding", "layers.1.ple.ple_embedding"]),
+        ("deepseek_v4", {"mlp_layer_types": ["hash_moe", "moe"]}, ["layers.0.mlp.gate"]),
+        ("blt", None, ["encoder_hash_tok_embedding"]),
+    ],
+)
+def test_tables_of_hashed_ids_are_refused(
+    tmp_path: Path, model_type: str, changes: dict[str, Any] | None, names: list[str]
+) -> None:
+    old = save(tmp_path / "old", "byte_level")
+    sizes: dict[str, Any] = {"vocab_size": 400, "hidden_size": 32, "num_hidden_layers": 2}
+    # BLT's are those of its parts.
+    sizes = {} if changes is None else {**sizes, "num_attention_heads": 2, **changes}
+    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    config.save_pretrained(old)
+    with pytest.raises(ValueError, match="must look up ids in its embedding alone") as refused:
+        deal(old, tmp_path / "new", ranks=2)
+    assert all(name in str(refused.value) for name in names)
+
+
 @pytest.mark.parametrize(
     ("kind", "token"),
     [
