@@ -201,6 +201,31 @@ def test_linear_cross_entropy_nan_hidden_is_not_hidden(place: Place, gradient: s
 
 
 @pytest.mark.parametrize(
+    **grid(
+        gradient=("filtered", "in_forward"),
+        filter={"tail": Filter(keep=0.1), "no_tail": Filter(keep=0.1, tail=False)},
+    )
+)
+def test_linear_cross_entropy_nan_hidden_makes_no_other_gradient_wrong(
+    place: Place, gradient: str, filter: Filter
+) -> None:
+    """The tokens of a block choose its columns together. The others' gradients become NaN, or all
+    of their columns are computed."""
+    inputs = zipf_inputs(140, 600, 24, generator=generator())
+    hidden = inputs.hidden.clone()
+    hidden[3, 5] = torch.nan
+    bad = replace(inputs, hidden=hidden)
+    options = {"gradient": gradient, "filter": filter, "reduction": "sum"}
+    of_exact = Case(inputs, {"gradient": "exact", "reduction": "sum"})
+    cases = Case(bad, options), Case(inputs, options), of_exact
+    found, clean, exact = (run_case(None, case.at(place))["grad_hidden"].cpu() for case in cases)
+    is_nan = found.isnan().any(1)
+    assert bool(is_nan[3]) and bool(found[is_nan].isnan().all()) and int(is_nan.sum()) <= 128
+    off, usual = ((x - exact)[~is_nan].norm() for x in (found, clean))
+    assert float(off) <= 2 * float(usual) + 1e-5 * float(exact.norm())
+
+
+@pytest.mark.parametrize(
     **grid(target=(0, 127, 128, 255, 256, 2047, 2048, 4095, 4096, 4499), gradient=MODES)
 )
 def test_linear_cross_entropy_targets_on_tile_edges(

@@ -67,9 +67,10 @@ def keep_columns(
 ) -> ColumnMask | None:
     """Turns scores into the columns that each block keeps; None if nothing is dropped.
 
-    A column is kept if its score reaches the threshold or if it is the target of one of the block's
-    tokens. A screened forward's own choice stays. If the forward has not summed the dropped mass,
-    the logits of the kept columns, or of the dropped ones where they are fewer, are computed again.
+    A column is kept if its score reaches the threshold or is NaN, or if it is the target of one of
+    the block's tokens. A screened forward's own choice stays. If the forward has not summed the
+    dropped mass, the logits of the kept columns, or of the dropped ones where they are fewer, are
+    computed again.
     """
     if len(tokens) == 0:
         return None
@@ -118,7 +119,8 @@ def reaches(scores: ColumnMasses, lse: Tensor, rule: ColumnFilter) -> Tensor:
     score = scores.largest if rule.by_largest else scores.mass
     assert score is not None
     full = 1 if rule.by_largest else _block_tokens(lse.shape[0], score) / TOKEN_BLOCK
-    return score * _tighten(scores, lse) >= rule.threshold * full
+    # A token of NaN makes its block's scores NaN: the others' gradients need every column then.
+    return ~(score * _tighten(scores, lse) < rule.threshold * full)
 
 
 def mark_near_threshold(scores: ColumnMasses, lse: Tensor, threshold: float) -> Tensor:

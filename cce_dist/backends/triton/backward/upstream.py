@@ -51,8 +51,7 @@ class TokenUpstream:
         beside: tuple[Tensor, Tensor | None] | None = None,
     ) -> TokenUpstream:
         stats, upstream, lse = request.stats, request.upstream, request.stats.lse
-        rows, count = rows_of(tokens)
-        size = num_blocks * TOKEN_BLOCK
+        (rows, count), size = rows_of(tokens), num_blocks * TOKEN_BLOCK
         grads = [upstream.nll, upstream.lse, upstream.entropy, upstream.smooth_logit]
         # The gradient of a sum is an expanded scalar: its elements share one number in memory.
         grads = [None if g is None else g.to(lse.dtype).contiguous() for g in grads]
@@ -107,6 +106,7 @@ class TokenUpstream:
             HAS_MEAN=linear,
             HAS_TAIL=log_dropped is not None,
             HAS_TEACHER=beside is not None,
+            BY_BLOCK=request.kept is not None,
             DIVIDES=divides,
         )
         return per_token

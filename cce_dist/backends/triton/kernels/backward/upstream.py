@@ -99,6 +99,7 @@ def upstream_kernel(
     HAS_MEAN: tl.constexpr,  # the mean of linear logits: added separately
     HAS_TAIL: tl.constexpr,
     HAS_TEACHER: tl.constexpr,  # the entropy is minus a KL
+    BY_BLOCK: tl.constexpr,  # a block's tokens have chosen its columns
     DIVIDES: tl.constexpr,  # by `power_of_largest`; else by 1
 ):
     """Writes the upstream gradients of a block of tokens. Tokens that don't count get gradients 0,
@@ -139,6 +140,15 @@ def upstream_kernel(
         of_mean = tl.load(smooth_grad_ptr + place, mask=counts, other=0.0) * mean_scale
     lse = tl.load(lse_ptr + place, mask=counts, other=0.0)
     logit = tl.load(target_logit_ptr + place, mask=counts, other=0.0)
+    if BY_BLOCK:
+        is_finite = tl.abs(lse) < float("inf")
+        if HAS_TEACHER:
+            other_lse = tl.load(teacher_lse_ptr + place, mask=counts, other=0.0)
+            is_finite &= tl.abs(other_lse) < float("inf")
+        # A block's masses are NaN with one token's, and its tail is not known. The gradients of the
+        # other tokens, too, become NaN, and not finite and wrong.
+        all_finite = tl.min(is_finite.to(tl.int32), 0)
+        probability = tl.where(counts & (all_finite == 0), float("nan"), probability)
     # A division by a power of two is exact; the hardware's reciprocal need not be.
     factor = tl.div_rn(zero + scale, zero + grad_scale)
     out = upstream_ptr + token

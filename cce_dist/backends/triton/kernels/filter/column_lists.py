@@ -98,7 +98,8 @@ def marks_kernel(
         drawn_here = tl.zeros((BLOCK_V,), tl.int32)
         for i in tl.static_range(AT_ONCE):
             mass = masses[i]
-            kept_here |= tl.where(mass < 0, 1 << i, 0)
+            # A mass is NaN where one of the block's tokens is: kept, as in `upstream_kernel`.
+            kept_here |= tl.where(mass >= 0, 0, 1 << i)
             if HAS_DRAWN:
                 # Masses of the column's level: at most `most`, but all above it at level 1.
                 num_tokens = tl.maximum(tl.minimum(count - (first + i) * TOKENS, TOKENS), 0)
@@ -117,7 +118,7 @@ def marks_kernel(
                 )
                 if IS_REVERSE:
                     factor = factor / LOG2E
-                    teacher_share += tl.where(mass < 0, 0.0, teacher_masses[i]) * factor
+                    teacher_share += tl.where(mass >= 0, teacher_masses[i], 0.0) * factor
                 else:
                     teacher_share += tl.maximum(teacher_masses[i], 0.0) * factor
             if first + i + 1 == stop:
