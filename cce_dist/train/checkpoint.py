@@ -87,6 +87,7 @@ def find_checkpoint(folder: Path, step: int | None) -> Checkpoint:
 
 
 def _complete_checkpoints(folder: Path) -> dict[int, Path]:
+    """Returns checkpoints by step; one that somebody keeps under another name is left alone."""
     paths = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
     complete = [path for path in paths if (path / INFO_FILE).exists()]
     return {int(path.name.removeprefix("step_")): path for path in complete}
@@ -275,7 +276,9 @@ def _as_saved(name: str, tensor: Tensor, model: Decoder, ranks: Ranks) -> Tensor
 
 
 def _prune(folder: Path, keep: int) -> None:
-    for path in sorted(folder.glob("step_*"))[:-keep]:
+    checkpoints = _complete_checkpoints(folder)
+    for step in sorted(checkpoints)[:-keep]:
+        path = checkpoints[step]
         # If the job is killed here, no part of the checkpoint must keep the checkpoint's name.
         doomed = path.rename(folder / path.name.replace("step_", "partial_"))
         shutil.rmtree(doomed, ignore_errors=True)

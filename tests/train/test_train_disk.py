@@ -159,6 +159,20 @@ def test_checkpoint_bytes_is_about_right(tmp_path: Path) -> None:
     assert 0 < rest < 2**17
 
 
+def test_train_leaves_folders_that_somebody_keeps(tmp_path: Path) -> None:
+    """Only checkpoints of the run count for checkpoint.keep, and only these are removed."""
+    config = write_config(tmp_path)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    others = ["step_00000001.best", "step_last", "step_00000002-copy"]
+    for name in others:
+        (checkpoints / name).mkdir(parents=True)
+    every = ("--resume", "--checkpoint.every", "1", "--checkpoint.keep", "1")
+    code, output = run_forked_training(0, config, *every)
+    assert code == 0, output
+    left = sorted(path.name for path in checkpoints.iterdir())
+    assert left == sorted([*others, "step_00000006"])
+
+
 def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
     record = StepRecord(1, 2.0, 3.0, 4, 5.0, 6.0)
     append_metrics(tmp_path, record)
