@@ -63,7 +63,7 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
     Raises:
         ConfigError: a file of the checkpoint is missing or has another size than when written.
     """
-    checkpoints = _complete_checkpoints(folder)
+    checkpoints = _checkpoints(folder)
     return _open_checkpoint(checkpoints[max(checkpoints)]) if checkpoints else None
 
 
@@ -74,7 +74,7 @@ def find_checkpoint(folder: Path, step: int | None) -> Checkpoint:
         ConfigError: there is no such checkpoint, or a file of the checkpoint is missing or has
             another size than when written.
     """
-    checkpoints = _complete_checkpoints(folder)
+    checkpoints = _checkpoints(folder)
     if not checkpoints:
         raise ConfigError(f"{folder} must hold a checkpoint of cce-dist train, got none")
     step = max(checkpoints) if step is None else step
@@ -86,11 +86,10 @@ def find_checkpoint(folder: Path, step: int | None) -> Checkpoint:
     return _open_checkpoint(checkpoints[step])
 
 
-def _complete_checkpoints(folder: Path) -> dict[int, Path]:
-    """Returns checkpoints by step; one that somebody keeps under another name is left alone."""
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    """Returns the checkpoints by step; one that somebody keeps under another name is left alone."""
     paths = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
-    complete = [path for path in paths if (path / INFO_FILE).exists()]
-    return {int(path.name.removeprefix("step_")): path for path in complete}
+    return {int(path.name.removeprefix("step_")): path for path in paths if path.is_dir()}
 
 
 def _open_checkpoint(folder: Path) -> Checkpoint:
@@ -100,7 +99,7 @@ def _open_checkpoint(folder: Path) -> Checkpoint:
         checkpoint = Checkpoint(
             folder, info["step"], info["dp"], info["data_key"], cache, info["config"]
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"checkpoint {folder} must have a {INFO_FILE} as it was written, got "
             f"{type(error).__name__}: {error}; restore the file, or remove the checkpoint's folder "
@@ -276,7 +275,7 @@ def _as_saved(name: str, tensor: Tensor, model: Decoder, ranks: Ranks) -> Tensor
 
 
 def _prune(folder: Path, keep: int) -> None:
-    checkpoints = _complete_checkpoints(folder)
+    checkpoints = _checkpoints(folder)
     for step in sorted(checkpoints)[:-keep]:
         path = checkpoints[step]
         # If the job is killed here, no part of the checkpoint must keep the checkpoint's name.

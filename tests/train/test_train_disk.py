@@ -266,15 +266,17 @@ def test_a_disk_that_fails_is_not_the_caches_fault(
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    folder = tmp_path / "step_00000006"
-    folder.mkdir()
     # A checkpoint that somebody keeps under another name is none of the run's.
     for name in ("step_backup", "step_00000007.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text("{")
     assert newest_checkpoint(tmp_path) is None
-    for content in ("{", "[]", '{"step": 6}'):
-        (folder / "run.json").write_text(content)
+    folder = tmp_path / "step_00000006"
+    folder.mkdir()
+    for content in (None, "{", "[]", '{"step": 6}'):
+        # Without the file, an earlier checkpoint must not be taken in silence.
+        if content is not None:
+            (folder / "run.json").write_text(content)
         with pytest.raises(ConfigError, match=f"checkpoint {folder} must have a run.json as it"):
             newest_checkpoint(tmp_path)
 
