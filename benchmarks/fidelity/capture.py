@@ -88,7 +88,7 @@ def capture_inputs(
     display, stop = Display(ranks.is_main), StopRequest()
     heartbeat = Heartbeat(ranks, config.parallel.timeout_s, lambda: bool(stop))
     cache = prepare_tokens(config.data, display.say)
-    batches = split_tokens(cache.tokens(), config)
+    batches = split_tokens(cache.tokens(), config, ranks.dp)
     job = Job(config, ranks, batches, cache.key, display, heartbeat, stop)
     folder.mkdir(parents=True, exist_ok=True)
     # In eager mode the fp32 copies of the logits alone would take three quarters of the time.

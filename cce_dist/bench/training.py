@@ -94,7 +94,7 @@ def bench_training(
             )
             save(rows, ranks.is_main)
             continue
-        batches = split_tokens(cache.tokens(), config)
+        batches = split_tokens(cache.tokens(), config, ranks.dp)
         job = Job(config, ranks, batches, cache.key, display, heartbeat, stop)
         run_folder = folder / f"{name}-dp{ranks.dp}-tp{ranks.tp}"
         run_folder.mkdir(parents=True, exist_ok=True)
@@ -213,7 +213,7 @@ class Meter:
         # Never log: a logged step asks the loss for statistics.
         update = {"batch": batch, "steps": 10**6, "log_every": 10**6}
         config = self.job.config.model_copy(update=update)
-        batches = split_tokens(self.tokens, config)
+        batches = split_tokens(self.tokens, config, self.job.ranks.dp)
         job = dataclasses.replace(self.job, config=config, batches=batches)
         torch.cuda.empty_cache()
         reset_peak_memory(job.ranks.device)

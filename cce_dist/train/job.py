@@ -71,7 +71,7 @@ def _train_and_report(
     display = Display(ranks.is_main)
     heartbeat.place.phase = "preparing the text"
     cache = _share_tokens(config, ranks, display, resume, locks)
-    batches = split_tokens(cache.tokens(), config)
+    batches = split_tokens(cache.tokens(), config, ranks.dp)
     if cache.num_merged < config.data.vocab_size:
         display.warn(
             f"the text gives {cache.num_merged} tokens of data.vocab_size="

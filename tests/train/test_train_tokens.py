@@ -134,27 +134,29 @@ def make_config(**values: object) -> TrainConfig:
 
 
 def test_split_tokens_batches_are_a_function_of_seed_step_and_rank() -> None:
-    batches = split_tokens(np.arange(1000, dtype=np.uint16), make_config())
+    batches = split_tokens(np.arange(1000, dtype=np.uint16), make_config(), 2)
     ids, targets = batches.step(7, dp_rank=1, dp=2)
     assert ids.shape == targets.shape == (2, 4)
     assert (targets == ids + 1).all()
     again = batches.step(7, dp_rank=1, dp=2)[0]
     assert (ids == again).all()
     assert not (ids == batches.step(8, dp_rank=1, dp=2)[0]).all()
-    other = split_tokens(np.arange(1000, dtype=np.uint16), make_config(run={"seed": 1}))
+    other = split_tokens(np.arange(1000, dtype=np.uint16), make_config(run={"seed": 1}), 2)
     assert not (ids == other.step(7, dp_rank=1, dp=2)[0]).all()
 
 
-def test_split_tokens_layouts_see_the_same_global_batch() -> None:
-    tokens = np.arange(1000, dtype=np.uint16)
-    whole = split_tokens(tokens, make_config(batch=4)).step(3, dp_rank=0, dp=1)[0]
-    parts = split_tokens(tokens, make_config(batch=2))
+# Of the short text one batch is more than data.held_out.
+@pytest.mark.parametrize("num_tokens", [1000, 100], ids=["long", "short"])
+def test_split_tokens_layouts_see_the_same_global_batch(num_tokens: int) -> None:
+    tokens = np.arange(num_tokens, dtype=np.uint16)
+    whole = split_tokens(tokens, make_config(batch=4), 1).step(3, dp_rank=0, dp=1)[0]
+    parts = split_tokens(tokens, make_config(batch=2), 2)
     halves = [parts.step(3, dp_rank=rank, dp=2)[0] for rank in range(2)]
     assert (whole[:2] == halves[0]).all() and (whole[2:] == halves[1]).all()
 
 
 def test_split_tokens_never_trains_on_held_out_text() -> None:
-    batches = split_tokens(np.arange(100, dtype=np.uint16), make_config())
+    batches = split_tokens(np.arange(100, dtype=np.uint16), make_config(), 1)
     first_held_out = int(batches.held_out_batch()[0].min())
     for step in range(200):
         assert int(batches.step(step, dp_rank=0, dp=1)[1].max()) < first_held_out
@@ -162,5 +164,5 @@ def test_split_tokens_never_trains_on_held_out_text() -> None:
 
 def test_split_tokens_refuses_too_little_text() -> None:
     with pytest.raises(ConfigError, match=r"at least 14 tokens .* got 13: add text"):
-        split_tokens(np.arange(13, dtype=np.uint16), make_config())
-    split_tokens(np.arange(14, dtype=np.uint16), make_config())
+        split_tokens(np.arange(13, dtype=np.uint16), make_config(), 1)
+    split_tokens(np.arange(14, dtype=np.uint16), make_config(), 1)

@@ -46,21 +46,22 @@ def stack_sequences(tokens: np.ndarray, starts: np.ndarray, length: int) -> tupl
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def split_tokens(tokens: np.ndarray, config: TrainConfig) -> Batches:
+def split_tokens(tokens: np.ndarray, config: TrainConfig, dp: int) -> Batches:
     """Splits token ids: the last share, data.held_out, is for the report's held-out batch.
 
     Raises:
-        ConfigError: the text is too short for one batch to train on and one held-out batch.
+        ConfigError: the text is too short for one held-out batch and one training sequence.
     """
     length = config.data.sequence_length
-    needed = config.batch * length + 1
+    # Of the global batch: the split of a short text must not depend on the layout.
+    needed = dp * config.batch * length + 1
     num_held_out = max(needed, int(len(tokens) * config.data.held_out))
     num_train = len(tokens) - num_held_out
     if num_train <= length:
         raise ConfigError(
-            f"the text must have at least {needed + length + 1} tokens for batch={config.batch} "
-            f"held-out sequences and one training sequence of data.sequence_length={length}, got "
-            f"{len(tokens)}: add text, or lower batch or data.sequence_length"
+            f"the text must have at least {needed + length + 1} tokens for batch={config.batch} x "
+            f"dp={dp} held-out sequences and one training sequence of data.sequence_length="
+            f"{length}, got {len(tokens)}: add text, or lower batch or data.sequence_length"
         )
     return Batches(
         train=tokens[:num_train],
