@@ -6,14 +6,16 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cce_dist.__main__ import main
+from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.metrics import append_metrics, open_events, read_metrics
 from cce_dist.train.progress import StepRecord
-from cce_dist.train.report.run import plot_losses
+from cce_dist.train.report.run import Evaluation, Memory, plot_losses, write_report
 from tests.support.torchrun import run_forked, run_forked_training, write_config
 
 pytestmark = pytest.mark.timeout(180)
@@ -112,3 +114,23 @@ def test_plot_losses_shows_the_held_out_loss(
         "cce_dist",
         "held out, after the last step",
     ]
+
+
+def test_write_report_of_a_run_that_changed_or_lost_its_metrics(tmp_path: Path) -> None:
+    ranks = SimpleNamespace(world_size=1, dp=1, pp=1, tp=1, device=SimpleNamespace(type="cpu"))
+    job: Any = SimpleNamespace(config=TrainConfig(), ranks=ranks)
+    evaluation = Evaluation(2.0, 2.0, Memory(1, 1), None, 8, 8)
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    # Step 2 was trained by another number of pipeline ranks, and step 1 has been removed.
+    for step, places in ((2, [2**20, 2**21]), (3, [2**20, 2**21, 2**22])):
+        loss = 5.0 - step
+        append_metrics(tmp_path, StepRecord(step, loss, 3.0, 2**22, 5.0, 6.0, places))
+        append_metrics(dense, StepRecord(step - 1, loss + 1.25, 3.0, 2**22, 5.0, 6.0))
+    report = write_report(job, tmp_path, evaluation, dense)
+    assert "| final loss (step 3) | 2.0000 nats, 1.00 lower |" in report
+    assert "| peak memory by pipeline rank | 1.0 MiB, 2.0 MiB, 4.0 MiB |" in report
+    assert "| largest difference of the curves | 2.50e-01 nats in step 2 |" in report
+    (tmp_path / "metrics.jsonl").unlink()
+    report = write_report(job, tmp_path, evaluation, dense)
+    assert "held-out loss" in report and "final loss (step" not in report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,12 +225,10 @@ def write_report(job: Job, folder: Path, evaluation: Evaluation, dense: Path | N
 
 def _rows(job: Job, records: Records, evaluation: Evaluation) -> Rows:
     config, ranks = job.config, job.ranks
-    first, last = records[0]["loss"], records[-1]["loss"]
     rows = [
         ("ranks", f"{ranks.world_size} x {ranks.device.type}, {describe_ranks(job)}"),
         *([("pipeline", config.layout().describe())] if ranks.pp > 1 else []),
-        ("first loss", f"{first:.4f} nats"),
-        (f"final loss (step {len(records)})", f"{last:.4f} nats, {first - last:.2f} lower"),
+        *_losses(records),
         ("held-out loss", f"{evaluation.loss:.6f} nats over {evaluation.num_tokens} tokens"),
         ("dense loss of the same batch", f"{evaluation.dense_loss:.6f} nats (float64 logits)"),
         ("difference", f"{evaluation.loss - evaluation.dense_loss:+.2e} nats"),
@@ -245,6 +244,17 @@ def _rows(job: Job, records: Records, evaluation: Evaluation) -> Rows:
     return rows
 
 
+def _losses(records: Records) -> Rows:
+    # Somebody may have removed metrics.jsonl, or lines of it.
+    if not records:
+        return []
+    first, last = records[0]["loss"], records[-1]["loss"]
+    return [
+        ("first loss", f"{first:.4f} nats"),
+        (f"final loss (step {records[-1]['step']})", f"{last:.4f} nats, {first - last:.2f} lower"),
+    ]
+
+
 def _describe_dense_memory(evaluation: Evaluation, config: TrainConfig) -> str:
     vocab_size = config.data.vocab_size
     shape = f"[{evaluation.tokens_here}, {vocab_size}]"
@@ -256,8 +266,13 @@ def _describe_dense_memory(evaluation: Evaluation, config: TrainConfig) -> str:
 
 
 def _comparison_rows(records: Records, dense_records: Records) -> Rows:
-    pairs = zip(records, dense_records, strict=False)
-    worst, step = max((abs(a["loss"] - b["loss"]), -a["step"]) for a, b in pairs)
+    losses = {record["step"]: record["loss"] for record in records}
+    differences = [
+        (abs(losses[record["step"]] - record["loss"]), -record["step"])
+        for record in dense_records
+        if record["step"] in losses
+    ]
+    worst, step = max(differences, default=(math.nan, 0))
     return [
         ("dense final loss", f"{dense_records[-1]['loss']:.4f} nats"),
         ("largest difference of the curves", f"{worst:.2e} nats in step {-step}"),
@@ -266,6 +281,8 @@ def _comparison_rows(records: Records, dense_records: Records) -> Rows:
 
 
 def _speed_and_memory(records: Records) -> Rows:
+    if not records:
+        return []
     # The median leaves out the first steps, which include warm-up.
     rates = sorted(record["tokens_per_s"] for record in records)
     peak = max(record["peak_memory"] for record in records)
@@ -274,7 +291,9 @@ def _speed_and_memory(records: Records) -> Rows:
         ("peak memory of training", f"{format_bytes(peak)} on the rank with the most"),
     ]
     if places := _logged(records, "peak_memory_of_pp"):
-        largest = [format_bytes(max(values)) for values in zip(*places, strict=True)]
+        # Steps before a checkpoint may have had another number of ranks.
+        alike = [each for each in places if len(each) == len(places[-1])]
+        largest = [format_bytes(max(values)) for values in zip(*alike, strict=True)]
         rows.append(("peak memory by pipeline rank", ", ".join(largest)))
     return rows
 
