@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .disk import writing
-from .errors import ConfigError
+from .errors import ConfigError, first_line
 from .progress import StepRecord
 
 if TYPE_CHECKING:
@@ -31,15 +31,17 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
-        if line.endswith("\n"):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if line.endswith(b"\n"):
             try:
-                records.append(json.loads(line))
-            except ValueError as error:
+                record = json.loads(line)
+                record["step"] += 0
+            except (ValueError, TypeError, KeyError) as error:
                 raise ConfigError(
-                    f"{path} must have a JSON object in each line, got in line {number}: {error}; "
-                    "restore the line, or remove it"
+                    f"{path} must have a JSON object of a step in each line, got in line {number}: "
+                    f"{first_line(error)}; restore the line, or remove it"
                 ) from None
+            records.append(record)
     return records
 
 

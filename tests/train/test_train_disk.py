@@ -282,9 +282,10 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_a_damaged_line_of_metrics_is_named(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\ngarbage\n{"st')
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl must have a JSON object .* line 2"):
-        read_metrics(tmp_path)
+    for line in (b"garbage", b"5", b"{}", b'{"step": "6"}', b'{"\xff": 6}'):
+        (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b'\n{"st')
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl must have a JSON object .* line 2"):
+            read_metrics(tmp_path)
 
 
 def run_on_full_output(config: Path) -> None:
