@@ -85,10 +85,11 @@ def validate(request: Request) -> None:
         raise ValueError(f"--dtype must be one of {list(DTYPES)}, got {request.dtype!r}")
     if not 0 <= request.seconds < float("inf"):
         raise ValueError(f"--seconds must be >= 0 and finite, got {request.seconds}")
-    for name in ("timeout", "bandwidth"):
-        value = getattr(request, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"--{name} must be > 0 and finite, got {value}")
+    # torch counts a timeout's nanoseconds in an int64.
+    if not 0 < request.timeout <= 1e9:
+        raise ValueError(f"--timeout must be > 0 and at most 1e9 seconds, got {request.timeout}")
+    if request.bandwidth is not None and not 0 < request.bandwidth < float("inf"):
+        raise ValueError(f"--bandwidth must be > 0 and finite, got {request.bandwidth}")
 
 
 def show(report: Report) -> None:

@@ -250,6 +250,18 @@ def test_parse_arguments_win_over_the_file(tmp_path: Path) -> None:
             "loss.workspace_mib must be greater than or equal to 0.0625, got 0.01",
             id="workspace",
         ),
+        *(
+            pytest.param(text, f"{key} must be less than or equal to", id=f"huge {key}")
+            for text, key in (
+                ("loss: {workspace_mib: 1e308}", "loss.workspace_mib"),
+                ("parallel: {timeout_s: 1e10}", "parallel.timeout_s"),
+                ("optimizer: {lr: 1e38}", "optimizer.lr"),
+                ("optimizer: {weight_decay: 1e38}", "optimizer.weight_decay"),
+                (f"optimizer: {{warmup: {10**400}}}", "optimizer.warmup"),
+                (f"model: {{layers: {10**400}}}", "model.layers"),
+                (f"data: {{sequence_length: {10**4299}}}", "data.sequence_length"),
+            )
+        ),
         pytest.param("[1, 2]", "must hold a mapping of keys, got [1, 2]", id="list"),
         pytest.param("a: [1", "is not valid YAML", id="not YAML"),
         pytest.param("steps: 2020-13-45", "is not valid YAML: month must be in 1..12", id="date"),

@@ -26,8 +26,14 @@ from cce_dist import LossOptions
 
 from .pipeline import Layout, ScheduleName, require_microbatches, split_layers, stages_of_a_rank
 
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
+# The integers of torch and NumPy.
+MAX_INT = 2**63 - 1
+# AdamW multiplies fp32 numbers by lr * weight_decay, and by lr / (1 - beta).
+MAX_LR, MAX_DECAY = 1e30, 1e6
+# torch counts a timeout's nanoseconds.
+MAX_TIMEOUT_S = 1e9
+Count = Annotated[int, Field(ge=1, le=MAX_INT)]
+Natural = Annotated[int, Field(ge=0, le=MAX_INT)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -85,7 +91,7 @@ class DataConfig(Section):
     paths: tuple[SystemPath, ...] = Field(default=(), strict=False)
     megabytes: float = Field(default=40.0, gt=0)
     vocab_size: int = Field(default=16384, ge=MIN_VOCAB_SIZE, le=2**24)
-    sequence_length: int = Field(default=256, ge=2)
+    sequence_length: int = Field(default=256, ge=2, le=MAX_INT)
     held_out: float = Field(default=0.02, gt=0, le=0.5)
     cache: SystemPath = Path("runs/.cache")
 
@@ -140,7 +146,7 @@ class ParallelConfig(Section):
     microbatches: Count | None = None
     virtual_stages: Count | None = None
     layers_per_stage: tuple[Natural, ...] | None = Field(default=None, strict=False)
-    timeout_s: float = Field(default=60.0, ge=2)
+    timeout_s: float = Field(default=60.0, ge=2, le=MAX_TIMEOUT_S)
 
     @model_validator(mode="after")
     def _check_pipeline(self) -> ParallelConfig:
@@ -179,8 +185,8 @@ def _section_of(options: type, key: str) -> Any:
     types, keys = get_type_hints(options), {}
     for name, field in options.__dataclass_fields__.items():
         if name == "workspace_bytes":
-            at_least = Annotated[float, Field(ge=2**-4)]
-            keys["workspace_mib"] = Union[at_least, None], None  # noqa: UP007
+            size = Annotated[float, Field(ge=2**-4, le=MAX_INT / MIB)]
+            keys["workspace_mib"] = Union[size, None], None  # noqa: UP007
         elif is_dataclass(types[name]):
             keys[name] = _section_of(types[name], f"{key}.{name}"), types[name]()
         elif name not in SET_BY_JOB:
@@ -214,9 +220,9 @@ class OptimizerConfig(Section):
         clip: limit of the global gradient norm; null is none.
     """
 
-    lr: float = Field(default=3e-3, gt=0)
+    lr: float = Field(default=3e-3, gt=0, le=MAX_LR)
     betas: tuple[Share, Share] = Field(default=(0.9, 0.95), strict=False)
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0, le=MAX_DECAY)
     warmup: Natural = 20
     schedule: Literal["cosine", "constant"] = "cosine"
     clip: float | None = Field(default=1.0, gt=0)
