@@ -37,6 +37,17 @@ def test_collect_documents_default_is_bounded_and_deterministic(
     assert documents == collect_documents((), 0.5)
 
 
+def test_collect_documents_default_leaves_out_jsonl_of_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "data.jsonl", '{"prompt": "no text"}')
+    write(tmp_path, "a.py", "first")
+    monkeypatch.setattr(
+        sysconfig, "get_paths", lambda: dict.fromkeys(("stdlib", "purelib"), tmp_path)
+    )
+    assert collect_documents((), 1.0) == ["first"]
+
+
 def test_collect_documents_folder(tmp_path: Path) -> None:
     write(tmp_path, "b.txt", "second")
     write(tmp_path, "a.py", "first")
@@ -44,6 +55,8 @@ def test_collect_documents_folder(tmp_path: Path) -> None:
     write(tmp_path, "binary.txt", b"\xff\xfe")
     write(tmp_path, "picture.png", "not a document")
     write(tmp_path, "empty.txt", " \n")
+    # Looking at its target raises, as in a folder that others may not search.
+    (tmp_path / "hidden.txt").symlink_to(300 * "x")
     assert collect_documents((tmp_path,), 1.0) == ["first", "second"]
 
 
@@ -77,6 +90,9 @@ def test_collect_documents_jsonl(tmp_path: Path) -> None:
         ),
         pytest.param("x.jsonl", "9" * 5000, "x.jsonl:1: each line must be a JSON", id="digits"),
         pytest.param("x.jsonl", "[" * 200_000, "x.jsonl:1: each line must be", id="depth"),
+        pytest.param(
+            "x.jsonl", b'{"text": "a"}\n"\xff"', "x.jsonl:2: each line must be", id="no UTF-8 line"
+        ),
         pytest.param("x.txt", b"ab\xff", "got the byte 0xff at offset 2", id="not UTF-8"),
         pytest.param("x.txt", "", "must hold some text, got none in", id="empty"),
     ],

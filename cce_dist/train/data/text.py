@@ -23,7 +23,7 @@ def collect_documents(paths: Sequence[Path], megabytes: float) -> list[str]:
 
     Without `paths`: sources and documents of the standard library and of site-packages, in a
     shuffled order that depends on their names alone. With `paths`: files, and folders (searched for
-    DOCUMENT_SUFFIXES and JSONL), in the given order. A file that is not UTF-8 is skipped in a
+    DOCUMENT_SUFFIXES and JSONL), in the given order. A document that is not UTF-8 is skipped in a
     folder, and refused if `paths` names it. Of documents with the same start only the first counts.
 
     Raises:
@@ -48,23 +48,26 @@ def collect_documents(paths: Sequence[Path], megabytes: float) -> list[str]:
 def _read_all(paths: Sequence[Path]) -> Iterator[str]:
     if not paths:
         roots = sorted({sysconfig.get_paths()[name] for name in ("stdlib", "purelib")})
-        files = sorted({file for root in roots for file in _files_in(Path(root))})
+        # A package's JSONL is data of any kind.
+        files = sorted({f for root in roots for f in _files_in(Path(root), DOCUMENT_SUFFIXES)})
         # In the order of their names, the first megabytes would all come from the same package.
         random.Random(0).shuffle(files)
         yield from _read_files(files)
     for path in paths:
         # isdir is False for an unreadable path: reading then raises the reason.
         if os.path.isdir(path):
-            yield from _read_files(sorted(_files_in(path)))
+            suffixes = DOCUMENT_SUFFIXES + JSONL_SUFFIXES
+            yield from _read_files(sorted(_files_in(path, suffixes)))
         elif path.suffix in JSONL_SUFFIXES:
             yield from _read_jsonl(path)
         else:
             yield read_text(path, "data.paths")
 
 
-def _files_in(root: Path) -> Iterator[Path]:
+def _files_in(root: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
     for path in root.rglob("*"):
-        if path.suffix in DOCUMENT_SUFFIXES + JSONL_SUFFIXES and path.is_file():
+        # Path's method raises for a file that this user may not look at.
+        if path.suffix in suffixes and os.path.isfile(path):
             yield path
 
 
@@ -82,20 +85,18 @@ def _read_files(files: Sequence[Path]) -> Iterator[str]:
 
 def _read_jsonl(path: Path) -> Iterator[str]:
     try:
-        with path.open(encoding="utf8") as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield _text_field(line.strip(), f"{path}:{number}")
     except OSError as error:
         raise ConfigError(f"data.paths: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"data.paths: {path} must be UTF-8: {error.reason}") from None
 
 
-def _text_field(line: str, where: str) -> str:
-    record, reason = None, ""
+def _text_field(encoded: bytes, where: str) -> str:
+    record, reason, line = None, "", encoded.decode(errors="backslashreplace")
     try:
-        record = json.loads(line)
+        record = json.loads(encoded.decode())
     except (ValueError, RecursionError) as error:
         # Python raises the latter for thousands of brackets.
         reason = f": {error}"
