@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import secrets
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -129,11 +130,15 @@ def _share_tokens(
     """Prepares folder and text on the main rank; other ranks wait as long as that rank lives."""
     if ranks.is_main:
         _open_run(config, display, resume, locks)
-        ranks.store.set("folder", "")
+        mark = secrets.token_hex(8)
+        with writing(LOCK, config.run_dir):
+            (config.run_dir / LOCK).write_text(mark)
+        ranks.store.set("folder", mark)
         cache = _prepare_tokens(config, ranks, display, resume)
         ranks.store.set("tokens", cache.key)
         return cache
     wait_for_main(ranks, "folder")
+    _require_shared(config.run_dir / LOCK, ranks)
     require_space(config.run_dir, "run.out", 0)
     wait_for_main(ranks, "tokens")
     try:
@@ -143,6 +148,25 @@ def _share_tokens(
             f"data.cache must be a folder that every rank sees, but rank {ranks.rank} cannot read "
             f"{error.filename}: {reason_of(error)}"
         ) from None
+
+
+def _require_shared(path: Path, ranks: Ranks) -> None:
+    """Checks that this rank reads what the main rank has written to a file of the run's folder.
+
+    Elsewhere this rank's shares of checkpoints would be lost to the others: no checkpoint is whole.
+
+    Raises:
+        ConfigError: this rank has no such file, or another.
+    """
+    seen = None
+    # Without the file, or with another job's, the folder is another host's.
+    with suppress(OSError, ValueError):
+        seen = path.read_text()
+    if seen != ranks.store.get("folder").decode():
+        raise ConfigError(
+            f"run.out must be a folder that every rank sees, but rank {ranks.rank} does not see "
+            f"what rank 0 wrote to {path}: set run.out to a shared folder"
+        )
 
 
 def _open_run(config: TrainConfig, display: Display, resume: bool, locks: ExitStack) -> None:

@@ -11,7 +11,8 @@ import json
 import os
 import resource
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from cce_dist.__main__ import main
 from cce_dist.testing.forks import fork_context
 from cce_dist.train import disk
 from cce_dist.train.checkpoint import checkpoint_bytes, newest_checkpoint
@@ -31,9 +33,11 @@ from cce_dist.train.disk import require_space, writing
 from cce_dist.train.errors import ConfigError, JobError
 from cce_dist.train.metrics import append_metrics, read_metrics, truncate_metrics
 from cce_dist.train.progress import StepRecord
+from cce_dist.train.watch import watch
 from tests.support.torchrun import (
     read_losses,
     run_command,
+    run_forked,
     run_forked_training,
     write_config,
 )
@@ -73,6 +77,25 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield set_options
     if os.path.ismount(folder):
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def run_in_own_folder(arguments: Sequence[str]) -> None:
+    folder = Path(arguments[1]).parent / f"host{os.environ['RANK']}"
+    folder.mkdir()
+    os.chdir(folder)
+    watch.REPORT_S = 0.5
+    sys.argv[1:] = arguments
+    main()
+
+
+def test_train_refuses_a_run_out_of_each_host(tmp_path: Path) -> None:
+    """No checkpoint would be whole; the tokens are there on every host, as after earlier runs."""
+    config = write_config(tmp_path, run={"name": "run", "out": "runs"})
+    arguments = ("train", str(config), "--parallel.tp", "2")
+    code, output = run_forked(2, tmp_path / "out", *arguments, run=run_in_own_folder)
+    assert code == 2
+    assert "run.out must be a folder that every rank sees, but rank 1" in only_message(output)
+    assert not (tmp_path / "host1" / "runs").exists()
 
 
 @contextmanager
