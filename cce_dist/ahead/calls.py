@@ -19,6 +19,8 @@ from cce_dist.loss import compute_loss
 FURTHER = ("bias", "token_weight", "class_weight", "grad_weight_into", "temperature")
 # Of the statistics those that a caller may differentiate.
 DIFFERENTIABLE = ("lse", "entropy")
+# The bytes of a tensor of so many rows and columns are an int64.
+MAX_SIZE = 2**30
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class HeadCalls:
         num_ranks: ranks that share the vocabulary, by torch.chunk's split; None: no group.
         tensors: dtypes of further tensors of each call, by their names in `FURTHER`.
     Raises:
-        ValueError: a size is below 1, tokens are no multiple of the ranks that split them, or a
-            further tensor has another name.
+        ValueError: a size is below 1 or above MAX_SIZE, tokens are no multiple of the ranks that
+            split them, or a further tensor has another name.
     """
 
     vocab_size: int
@@ -51,6 +53,8 @@ class HeadCalls:
         for name, size in (sizes | {"tp": ranks}).items():
             if size < 1:
                 raise ValueError(f"{name} must be >= 1, got {size}")
+            if size > MAX_SIZE:
+                raise ValueError(f"{name} must be <= {MAX_SIZE}, got {size}")
         if any(options.sequence_parallel for options in self.trained) and self.num_tokens % ranks:
             raise ValueError(
                 f"tokens must be a multiple of tp={ranks} with sequence_parallel, got "
@@ -65,7 +69,8 @@ class HeadCalls:
         binaries. Triton tells multiples of 16 apart from other numbers."""
         size = self.num_ranks or 1
         kinds: dict[tuple[int, bool], tuple[int, VocabShard]] = {}
-        for rank in range(size):
+        # Beyond a rank for each row all ranks are empty.
+        for rank in range(min(size, self.vocab_size + 1)):
             shard = VocabShard.chunked(self.vocab_size, rank, size)
             kinds.setdefault((shard.num_rows, shard.start % 16 == 0), (rank, shard))
         return list(kinds.values())

@@ -63,6 +63,7 @@ def compile_command(
     """
     with refusals():
         check_output("--json", json_path)
+        _make_folder("--cache", cache)
         if importlib.util.find_spec("triton") is None:
             raise ValueError("triton must be installed to compile its kernels, got none")
         from cce_dist.ahead.compile import compile_ahead
@@ -83,6 +84,15 @@ def compile_command(
             typer.echo(f"error: {kernel} on {each}: {error}", err=True)
     if any(report.failed for report in reports.values()):
         raise typer.Exit(1)
+
+
+def _make_folder(option: str, path: Path | None) -> None:
+    try:
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule = f"{option} must be a folder, or one that can be made"
+        raise ValueError(f"{rule}, got {path}: {error.strerror}") from None
 
 
 def calls_of_training(path: Path, num_ranks: int, left: dict[str, object]) -> HeadCalls:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,9 @@ def test_shards_has_a_rank_of_each_kind() -> None:
     # 6,283 rows a rank; the last has 6,276, and the others begin at a multiple of 16 or not.
     assert [rank for rank, _ in SPLIT.shards()] == [0, 1, 7]
     assert SPLIT.shards()[-1][1].num_rows == 6276
+    # Most of so many ranks are empty, and alike.
+    kinds = [shard.num_rows for _, shard in replace(SPLIT, num_ranks=10**9).shards()]
+    assert kinds == [1, 1, 0]
 
 
 TRAINING = """
@@ -137,6 +141,8 @@ def test_calls_of_model() -> None:
         (("64x32", "--arch", "sm_90", "--dtype", "int8"), "dtype must be one of"),
         (("64x32", "--arch", "sm_90", "--tokens", "0"), "tokens must be >= 1, got 0"),
         (("64x32", "--arch", "sm_90", "--tp", "0"), "tp must be >= 1, got 0"),
+        ((f"{10**20}x32", "--arch", "sm_90"), f"vocab_size must be <= {2**30}, got {10**20}"),
+        (("64x32", "--arch", "sm_90", "--cache", "/dev/null"), "--cache must be a folder, or one"),
         (("64x32", "--arch", "sm_90", "--loss", "soft=3"), "loss must be KEY=VALUE with a key of"),
         (("64x32", "--arch", "sm_90", "--loss", "gradient=no"), "gradient must be"),
         (("64x32", "--arch", "sm_90", "--loss", 'filter={"foo": 1}'), "filter must have keys of"),
