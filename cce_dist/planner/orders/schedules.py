@@ -21,6 +21,8 @@ MakeTask = Callable[..., Task]
 NAMES: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved", "zbv", "vocab")
 # The fewest and the most stages of a rank; (1, 1) for the others.
 CHUNKS: dict[str, tuple[int, float]] = {"interleaved": (2, math.inf), "zbv": (2, 2)}
+# A step is simulated pass by pass: so many take half a minute and 0.7 GB.
+MAX_PASSES = 10**6
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ def make_schedule(
     for key, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if value < 1:
             raise ValueError(f"{key} must be >= 1, got {value}")
+    if ranks * chunks * microbatches > MAX_PASSES:
+        raise ValueError(
+            f"ranks * chunks * microbatches must be <= {MAX_PASSES}, got {ranks} * {chunks} * "
+            f"{microbatches}: plan fewer microbatches, of which further ones take as long each"
+        )
     if name not in NAMES:
         raise ValueError(f"schedule must be one of {list(NAMES)}, got {name!r}")
     if framework not in ("torch", "megatron"):

@@ -253,6 +253,7 @@ def test_a_circle_is_named() -> None:
     [
         ({"name": "2f2b"}, r"schedule must be one of \['gpipe', .*got '2f2b'"),
         ({"name": "1f1b", "ranks": 0}, "ranks must be >= 1, got 0"),
+        ({"name": "1f1b", "microbatches": 10**11}, r"ranks \* chunks \* microbatches must be <= 1"),
         ({"name": "1f1b", "chunks": 2}, r"chunks .* must be 1 for '1f1b', got 2"),
         ({"name": "1f1b", "framework": "jax"}, "must be 'torch' or 'megatron', got 'jax'"),
         ({"name": "zbv", "chunks": 3}, r"chunks .* must be 2 for 'zbv', got 3"),
