@@ -241,7 +241,8 @@ def pools_of(records: Sequence[Record]) -> list[Pool]:
     """Returns pools of cases with the same device, settings and start.
 
     A method is in a pool if at least two vocabularies have it. For each vocabulary, the case with
-    the most seeds of the method is taken, of several the newest. Methods that come from the same cases share a pool.
+    the most seeds of the method is taken, of several the newest. Methods that come from the same
+    cases share a pool.
     """
     alike: dict[tuple[str, str, str], dict[int, list[Case]]] = {}
     for record in records:

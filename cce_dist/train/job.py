@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -29,6 +30,9 @@ from .metrics import append_events, open_events
 from .progress import Display
 from .ranks import Ranks, num_ranks
 from .stop import StopRequest
+
+# A file system over a network may not show a new file at once: NFS caches folders for a minute.
+SEEN_WITHIN_S = 60.0
 
 
 def run_job(
@@ -158,15 +162,21 @@ def _require_shared(path: Path, ranks: Ranks) -> None:
     Raises:
         ConfigError: this rank has no such file, or another.
     """
-    seen = None
+    mark, until = ranks.store.get("folder").decode(), time.monotonic() + SEEN_WITHIN_S
+    while not _reads(path, mark):
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"run.out must be a folder that every rank sees, but rank {ranks.rank} does not "
+                f"see what rank 0 wrote to {path}: set run.out to a shared folder"
+            )
+        time.sleep(0.1)
+
+
+def _reads(path: Path, mark: str) -> bool:
     # Without the file, or with another job's, the folder is another host's.
     with suppress(OSError, ValueError):
-        seen = path.read_text()
-    if seen != ranks.store.get("folder").decode():
-        raise ConfigError(
-            f"run.out must be a folder that every rank sees, but rank {ranks.rank} does not see "
-            f"what rank 0 wrote to {path}: set run.out to a shared folder"
-        )
+        return path.read_text() == mark
+    return False
 
 
 def _open_run(config: TrainConfig, display: Display, resume: bool, locks: ExitStack) -> None:
