@@ -234,12 +234,14 @@ def _check_tensors(
     if not isinstance(now, TokenLogprobs):
         raise ValueError(f"now must be a TokenLogprobs, as of token_logprobs, got {type(now)}")
     require_plain("now.logprobs", now.logprobs)
-    shape, device = now.logprobs.shape, now.logprobs.device
+    logprobs = require_tensor("now.logprobs", now.logprobs)
+    shape, device = logprobs.shape, logprobs.device
     if not shape:
         raise ValueError("now.logprobs must have shape [..., T], got []")
-    tensors = {"before": before, "advantages": advantages, "mask": mask}
-    if reference is not None:
-        tensors["reference"] = reference
+    tensors = {"now.logprobs": logprobs, "before": before, "advantages": advantages, "mask": mask}
+    # Statistics of other tokens would be broadcast, or fail far from here.
+    optional = {"now.entropy": now.entropy, "now.correct": now.correct, "reference": reference}
+    tensors |= {name: value for name, value in optional.items() if value is not None}
     for name, value in tensors.items():
         require_plain(name, value)
         tensor = require_tensor(name, value)
@@ -250,9 +252,10 @@ def _check_tensors(
             )
         if tensor.device != device:
             raise ValueError(f"{name} must be on now's device {device}, got {tensor.device}")
-        if name == "mask" and tensor.dtype != torch.bool:
-            raise ValueError(f"mask must be a bool tensor, got {tensor.dtype}")
-        if name != "mask" and not tensor.is_floating_point():
+        is_bool = name in ("mask", "now.correct")
+        if is_bool and tensor.dtype != torch.bool:
+            raise ValueError(f"{name} must be a bool tensor, got {tensor.dtype}")
+        if not is_bool and not tensor.is_floating_point():
             raise ValueError(f"{name} must have a float dtype, got {tensor.dtype}")
 
 

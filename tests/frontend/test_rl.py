@@ -322,6 +322,27 @@ def test_grpo_loss_compiled() -> None:
 REFUSED = {
     "no TokenLogprobs": ({"now": torch.zeros(2, 3)}, "now must be a TokenLogprobs"),
     "no dim": ({"now": TokenLogprobs(torch.zeros(()), None)}, r"now.logprobs must have shape"),
+    "no logprobs": (
+        {"now": TokenLogprobs(None, None)},  # pyright: ignore[reportArgumentType]
+        "now.logprobs must be a torch.Tensor, got <class 'NoneType'>",
+    ),
+    "logprobs' dtype": (
+        {"now": TokenLogprobs(torch.zeros(2, 3, dtype=torch.int64), None)},
+        "now.logprobs must have a float dtype, got torch.int64",
+    ),
+    # It would be broadcast.
+    "entropy's shape": (
+        {"now": TokenLogprobs(torch.zeros(2, 3), torch.zeros(2, 1))},
+        r"now.entropy must have shape \[2, 3\] \(from now.logprobs\), got \[2, 1\]",
+    ),
+    "correct's shape": (
+        {"now": TokenLogprobs(torch.zeros(2, 3), None, correct=torch.zeros(3) > 0)},
+        r"now.correct must have shape \[2, 3\] .*got \[3\]",
+    ),
+    "correct's dtype": (
+        {"now": TokenLogprobs(torch.zeros(2, 3), None, correct=torch.zeros(2, 3))},
+        "now.correct must be a bool tensor, got torch.float32",
+    ),
     "before's shape": (
         {"before": torch.zeros(2, 2)},
         r"before must have shape \[2, 3\] .*\[2, 2\]",
