@@ -110,7 +110,8 @@ class Supported:
     def candidates(self, ids: Tensor) -> Tensor:
         """Returns the log-probabilities of ids [N, K]: [N, K], -inf outside the support."""
         if not len(self.ids):
-            return self.z.new_full(ids.shape, -torch.inf)
+            # -inf everywhere, and in the graph: a batch without ids has a backward, too.
+            return self.lse[:, None].expand(ids.shape)
         width = self.listed.vocab_size
         key, order = torch.sort(self.token_of * width + self.ids, stable=True)
         tokens = torch.arange(ids.shape[0], device=ids.device)[:, None]

@@ -274,8 +274,28 @@ def test_nothing_to_compute(targets: tuple[int, int]) -> None:
     assert found.candidates is not None
     assert found.candidates.shape == (targets[0], max(targets[1] - 1, 0), 0)
     assert bool((found.logprobs == -torch.inf).all())
-    found.logprobs.masked_fill(found.logprobs == -torch.inf, 0).sum().backward()
-    assert hidden.grad is not None and not hidden.grad.any()
+    for values in (found.logprobs, found.candidates):
+        (grad,) = torch.autograd.grad(
+            values.masked_fill(values == -torch.inf, 0).sum(), hidden, retain_graph=True
+        )
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_candidates_of_an_empty_support(tokens: int) -> None:
+    """They are of the graph, as log-probabilities are: a batch without ids has a backward, too."""
+    leaves = hidden, weight, bias = [
+        torch.ones(n, requires_grad=True) for n in ((tokens, 8), (9, 8), 9)
+    ]
+    ids, nothing = torch.zeros(tokens, 2, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    support = TokenSupport(torch.zeros(tokens + 1, dtype=torch.int64), nothing)
+    found = token_logprobs(
+        hidden, weight, ids[:, 0], bias=bias, support=support, candidates=ids
+    ).candidates
+    assert found is not None and found.shape == (tokens, 2)
+    assert bool((found == -torch.inf).all())
+    for grad in torch.autograd.grad(found.masked_fill(found == -torch.inf, 0).sum(), leaves):
+        assert bool((grad == 0).all())
 
 
 # -- ranks --------------------------------------------------------------------------------------
