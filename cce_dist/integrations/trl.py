@@ -110,7 +110,9 @@ class _Loss:
         mask = self.mask.of_caller()
         if mask is not None:
             targets = targets.masked_fill(~mask, IGNORED)
+        # The head's memory stays until the backward.
         weight = in_memory_until_the_backward(weight, hidden)
+        bias = None if bias is None else bias.view_as(bias)
         scale, softcap = in_our_order(logit_scale, final_logit_softcapping, temperature)
         # Without any statistic the loss would come alone, as a tensor.
         stats: Any = tuple(STATS[name] for name in outputs if name in STATS) or ("lse",)

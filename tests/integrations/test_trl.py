@@ -265,16 +265,17 @@ def test_function_of_two_dtypes(dtype: torch.dtype, autocast: bool) -> None:
         assert error <= max(their_errors[name], 2.0**-9 if "grad" in name else 1e-6), name
 
 
-def test_function_of_a_frozen_weight_emptied_after_the_forward() -> None:
+def test_function_of_a_frozen_head_emptied_after_the_forward() -> None:
     """As DeepSpeed's ZeRO-3 does: the memory stays until the backward."""
     tensors = inputs()
     golden = results_of(in_float64(tensors), golden=True, entropy_weight=0)
     hidden, weight, bias, targets = tensors.values()
-    parameter = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    head = [torch.nn.Parameter(x.clone(), requires_grad=False) for x in (weight, bias)]
     hidden.requires_grad_()
     with patch.patched(gradient="exact"):
-        out = utils._ChunkedLogProbFunction.apply(hidden, parameter, bias, targets, 1.0, 64)
-    parameter.data = torch.empty(0)
+        out = utils._ChunkedLogProbFunction.apply(hidden, *head, targets, 1.0, 64)
+    for parameter in head:
+        parameter.data = torch.empty(0)
     (out[0] * torch.arange(N).sub(5)).sum().backward()
     assert_same({"hidden": hidden.grad}, {"hidden": golden["grad_hidden"]})
 
