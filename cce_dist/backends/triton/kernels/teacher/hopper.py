@@ -198,8 +198,7 @@ def sum_both(
                     bias = gl.load(teacher_bias_ptr + at, mask=at < V, other=0.0)
                     shift += bias.to(gl.float32)
                 factors.store(times)
-                shift = gl.where(at < V, shift * teacher_factor, numbers.LOWEST)
-                shifts.store(shift)
+                shifts.store(gl.where(at < V, shift * teacher_factor, numbers.LOWEST))
             y, step = product_of(
                 teacher_tiles[0], teacher_tiles[1], full, empty, group, step, D_TEACHER,
                 teacher_tiles[0].shape[2], STAGES, TEACHER_LAYOUT, True,
@@ -244,12 +243,11 @@ def sum_both(
             dropped, teacher_dropped = with_dropped(
                 dropped, teacher_dropped, exponentials, waiting, drops, BLOCK_N, COLUMNS, IS_REVERSE
             )
-        next_ref, next_teacher_ref = end_both(
+        ref, teacher_ref = end_both(
             state_ptrs, teacher_ptrs, size, (total, dropped), (teacher_total, teacher_dropped),
             of_ratios, IS_REVERSE, IS_JSD,
         )  # fmt: skip
-        ref = gl.convert_layout(next_ref, down)
-        teacher_ref = gl.convert_layout(next_teacher_ref, down)
+        ref, teacher_ref = gl.convert_layout(ref, down), gl.convert_layout(teacher_ref, down)
 
 
 @gluon.jit(do_not_specialize=["launch"])
