@@ -209,7 +209,7 @@ def why_not_screened(hidden: Tensor, dtype: str, *, by_kernels: bool) -> str | N
 
 def warn_of_torch(hidden: Tensor) -> None:
     """Warns, once, where torch takes the kernels' place, and says how to have them run."""
-    # The kernels support neither fp64 nor older devices.
+    # The kernels do not support fp64.
     if not hidden.is_cuda or hidden.dtype not in DTYPES:
         return
     if importlib.util.find_spec("triton") is None:
@@ -222,6 +222,8 @@ def warn_of_torch(hidden: Tensor) -> None:
             f'backend="auto" took "torch" on {hidden.device.type}, as TRITON_INTERPRET=1 keeps '
             "kernels from being compiled; unset it"
         )
+    elif (reason := why_not(hidden)) is not None:
+        warn_slower(f'backend="auto" took "torch": {reason}; backend="torch" says so by name')
 
 
 def why_not(hidden: Tensor) -> str | None:
