@@ -1,4 +1,4 @@
-"""TRL's trainers that distil on two gloo ranks with DDP, with and without the patch."""
+"""TRL's trainers on two gloo ranks with DDP, with and without the patch."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def prepare() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("tests.integrations.distillation.trainers")
+        importlib.import_module("tests.integrations.test_trl_trainers")
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +30,20 @@ def pool() -> Iterator[RankPool]:
     new.close()
 
 
+def as_a_job_starts_it(group: Any) -> str:
+    rank = str(group.rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    warnings.simplefilter("ignore")
+    return rank
+
+
 def distil(group: Any, name: str, folder: str) -> tuple[Any, Any]:
     """Runs of one trainer without the patch, then with it."""
     from cce_dist.integrations import trl as patch
     from tests.integrations.distillation.trainers import run, tokenizer_of, trainer_of
 
-    rank = str(group.rank())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    warnings.simplefilter("ignore")
+    rank = as_a_job_starts_it(group)
     options = {"beta": 0.0, "gradient_accumulation_steps": 2}
     results = []
     for patched in (False, True):
@@ -57,3 +63,33 @@ def test_trainer_with_ddp(name: str, pool: RankPool, tmp_path: Path) -> None:
 
     for theirs, ours in pool.run(2, distil, name, str(tmp_path)):
         check(ours, theirs)
+
+
+def train(group: Any, name: str, folder: str) -> tuple[Any, Any]:
+    """What one trainer logs without the patch, then with it."""
+    from cce_dist.integrations import trl as patch
+    from tests.integrations.test_trl_trainers import OPTIONS, curve_of, tokenizer_of, trainer_of
+
+    rank = as_a_job_starts_it(group)
+    OPTIONS[name] |= {"max_steps": 3, "gradient_accumulation_steps": 2}
+    results = []
+    for patched in (False, True):
+        if patched:
+            patch.apply(gradient="exact")
+        trainer = trainer_of(name, tokenizer_of(), f"{folder}/model", Path(folder) / rank)
+        results.append(curve_of(trainer))
+        assert trainer.args.world_size == 2
+    assert patch.status().calls >= 6
+    patch.remove()
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO"], ids=str)
+def test_trainer_without_a_teacher_with_ddp(name: str, pool: RankPool, tmp_path: Path) -> None:
+    from tests.integrations.test_trl_trainers import model_of
+
+    model_of().save_pretrained(tmp_path / "model")
+    for theirs, ours in pool.run(2, train, name, str(tmp_path)):
+        assert len(ours) == len(theirs) > 3
+        for got, expected in zip(ours, theirs, strict=True):
+            assert got == pytest.approx(expected, rel=1e-5, abs=1e-5)
