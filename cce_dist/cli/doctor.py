@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cce_dist.distributed.launchers import rank_from_environment
+from cce_dist.distributed.launchers import MAX_SECONDS, rank_from_environment
 from cce_dist.doctor.check import Check, worst
 from cce_dist.doctor.report import Report, Request
 from cce_dist.doctor.run import examine
@@ -85,9 +85,9 @@ def validate(request: Request) -> None:
         raise ValueError(f"--dtype must be one of {list(DTYPES)}, got {request.dtype!r}")
     if not 0 <= request.seconds < float("inf"):
         raise ValueError(f"--seconds must be >= 0 and finite, got {request.seconds}")
-    # torch counts a timeout's nanoseconds in an int64.
-    if not 0 < request.timeout <= 1e9:
-        raise ValueError(f"--timeout must be > 0 and at most 1e9 seconds, got {request.timeout}")
+    if not 0 < request.timeout <= MAX_SECONDS:
+        rule = f"--timeout must be > 0 and at most {MAX_SECONDS} seconds"
+        raise ValueError(f"{rule}, got {request.timeout}")
     if request.bandwidth is not None and not 0 < request.bandwidth < float("inf"):
         raise ValueError(f"--bandwidth must be > 0 and finite, got {request.bandwidth}")
 

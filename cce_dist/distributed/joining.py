@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cce_dist.distributed.launchers import Launch, LaunchError, read_launch
+from cce_dist.distributed.launchers import MAX_SECONDS, Launch, LaunchError, read_launch
 from cce_dist.distributed.rendezvous import OWN_GPU, leave_store, locate, open_attempt
 
 DeviceChoice = Literal["auto", "cuda", "cpu"]
@@ -158,12 +158,12 @@ def join(
         join_timeout: seconds to wait for ranks that have not come.
         sizes: dp, pp and tp; ranks that disagree on them are refused.
     Raises:
+        ValueError: a timeout is not above 0, or above MAX_SECONDS.
         LaunchError: a ValueError. The environment's variables are incomplete, or contradict one
             another or another rank's; there are too few GPUs; or mpi4py is needed and missing.
         JoinError: ranks have not come within join_timeout, or rank 0 cannot be reached.
     """
-    patience = timedelta(seconds=join_timeout)
-    limit = timedelta(seconds=timeout)
+    patience, limit = _limit("join_timeout", join_timeout), _limit("timeout", timeout)
     launch, store = locate(read_launch(os.environ), patience)
     chosen = choose_device(launch, device)
     facts: dict[str, object] = {"device": chosen.type}
@@ -177,6 +177,12 @@ def join(
         backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=limit
     )
     return World(launch, chosen, store, limit)
+
+
+def _limit(name: str, seconds: float) -> timedelta:
+    if not 0 < seconds <= MAX_SECONDS:
+        raise ValueError(f"{name} must be > 0 and at most {MAX_SECONDS} seconds, got {seconds}")
+    return timedelta(seconds=seconds)
 
 
 def leave(ranks: Ranks | World) -> None:

@@ -35,6 +35,9 @@ def _comm_world(prefix: str) -> Variables:
     return Variables(*(f"{prefix}_COMM_WORLD_{name}" for name in names))
 
 
+# The longest timeout: torch counts its nanoseconds in an int64.
+MAX_SECONDS = 10**9
+
 TORCH = Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Not SLURM_NTASKS, which may count the tasks of the allocation.
 SLURM = Variables(

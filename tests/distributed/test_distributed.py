@@ -199,6 +199,15 @@ def test_init_checks_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         init(tp=4)
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e10, float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["timeout", "join_timeout"])
+def test_join_refuses_a_time_that_torch_cannot_count(name: str, seconds: float) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^{name} must be > 0 and at most 1000000000 seconds, got"
+    ):
+        join(**{name: seconds})
+
+
 def sum_over_gpus(place: Place, results: Any) -> None:
     os.environ.update({name: str(value) for name, value in place.items()})
     try:

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from cce_dist import LossOptions
+from cce_dist.distributed.launchers import MAX_SECONDS
 
 from .pipeline import Layout, ScheduleName, require_microbatches, split_layers, stages_of_a_rank
 
@@ -30,8 +31,6 @@ from .pipeline import Layout, ScheduleName, require_microbatches, split_layers, 
 MAX_INT = 2**63 - 1
 # AdamW multiplies fp32 numbers by lr * weight_decay, and by lr / (1 - beta).
 MAX_LR, MAX_DECAY = 1e30, 1e6
-# torch counts a timeout's nanoseconds.
-MAX_TIMEOUT_S = 1e9
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 Natural = Annotated[int, Field(ge=0, le=MAX_INT)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -146,7 +145,7 @@ class ParallelConfig(Section):
     microbatches: Count | None = None
     virtual_stages: Count | None = None
     layers_per_stage: tuple[Natural, ...] | None = Field(default=None, strict=False)
-    timeout_s: float = Field(default=60.0, ge=2, le=MAX_TIMEOUT_S)
+    timeout_s: float = Field(default=60.0, ge=2, le=MAX_SECONDS)
 
     @model_validator(mode="after")
     def _check_pipeline(self) -> ParallelConfig:
