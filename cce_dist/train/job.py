@@ -31,9 +31,6 @@ from .progress import Display
 from .ranks import Ranks, num_ranks
 from .stop import StopRequest
 
-# A file system over a network may not show a new file at once: NFS caches folders for a minute.
-SEEN_WITHIN_S = 60.0
-
 
 def run_job(
     config_path: Path, overrides: Sequence[tuple[str, str]], *, resume: bool, compare_dense: bool
@@ -162,7 +159,9 @@ def _require_shared(path: Path, ranks: Ranks) -> None:
     Raises:
         ConfigError: this rank has no such file, or another.
     """
-    mark, until = ranks.store.get("folder").decode(), time.monotonic() + SEEN_WITHIN_S
+    mark = ranks.store.get("folder").decode()
+    # NFS may show a new file some seconds late; rank 0 waits for twice as long as this rank.
+    until = time.monotonic() + ranks.timeout.total_seconds() / 2
     while not _reads(path, mark):
         if time.monotonic() > until:
             raise ConfigError(

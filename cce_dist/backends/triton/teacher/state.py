@@ -139,7 +139,7 @@ class HeadStates:
 
     @property
     def of_ratio(self) -> float:
-        """What a bit of the log ratios' sum adds to a column's score:
+        """A column's score is its mass plus this times the size of its log ratios' sum, in bits:
         docs/design/distillation.md#jensen-shannon."""
         largest = math.log(2) if self.beta is None else -math.log1p(-self.beta)
         return math.log(2) * max(1.0, math.log(2) / largest)

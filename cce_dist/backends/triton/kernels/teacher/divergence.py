@@ -9,8 +9,8 @@ from cce_dist.backends.triton.kernels.numbers import LEAST_NORMAL, LOG2E, exp2_o
 @triton.jit
 def score_of(student, other, of_ratio, IS_REVERSE: tl.constexpr):
     """Returns by what a block keeps or draws a column: the student's mass of it and the teacher's;
-    if IS_REVERSE the student's and the size of its log ratios' sum, of which a bit counts
-    `of_ratio`. Masses of kept columns are negative, and so is their score."""
+    if IS_REVERSE the student's and `of_ratio` times the size of its log ratios' sum, log2. Masses
+    of kept columns are negative, and so is their score."""
     if IS_REVERSE:
         other = tl.where(student < 0, 0.0, tl.abs(other) * of_ratio)
     return student + other
