@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from cce_dist.backends.triton.backward.hopper_exact import products_on_hopper, runs_on_hopper
 from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.filter.kept_logits import Region, tiles_in
 from cce_dist.backends.triton.filter.lists import TILE
@@ -63,6 +64,9 @@ def products_of_every_column(state: BackwardState, grads: GradBuffers) -> Callab
         BLOCK_N=block,
         BLOCK_D=256,
     )
+    if runs_on_hopper(state, grads, hidden):
+        most_tiles = INVARIANT_TILES if state.invariant else None
+        return products_on_hopper(state, grads, hidden, most_tiles, left=LEFT_TO_COLLECTIVES)
     regions = list(_chunks(state))
     # A row of 16 bytes for each launch: pointers are aligned alike, so one binary serves all.
     queues = torch.zeros(len(regions) + 1, 4, dtype=torch.int32, device=weight.device)

@@ -99,3 +99,72 @@ def product_of(
     thread_barrier()
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
     return x, step
+
+
+@gluon.jit
+def load_step(
+    a,
+    b,
+    a_tiles,
+    b_tiles,
+    full,
+    empty,
+    step,
+    a_at,  # of the first group
+    a_next,  # of the second
+    b_at,
+    STAGES: gl.constexpr,
+):
+    """Loads the operands of a step of a product, A of each group and B of both, as soon as both
+    groups have released the stage; returns the next step."""
+    a_size: gl.constexpr = a_tiles.shape[1] * a_tiles.shape[2]
+    b_size: gl.constexpr = b_tiles.shape[1] * b_tiles.shape[2]
+    num_bytes: gl.constexpr = (GROUPS * a_size + b_size) * a.dtype.primitive_bitwidth // 8
+    stage = step % STAGES
+    loaded = full.index(stage)
+    mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+    mbarrier.expect(loaded, num_bytes)
+    async_load(a, a_at, loaded, a_tiles.index(GROUPS * stage))
+    async_load(a, a_next, loaded, a_tiles.index(GROUPS * stage + 1))
+    async_load(b, b_at, loaded, b_tiles.index(stage))
+    return step + 1
+
+
+@gluon.jit
+def turned_product_of(
+    a_tiles,
+    b_tiles,
+    full,
+    empty,
+    group,
+    step,
+    steps,
+    A_TURNED: gl.constexpr,
+    B_TURNED: gl.constexpr,
+    STAGES: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Computes A . B in fp32, of as many steps; returns it and the next step. Tiles of an operand
+    that is turned lie as [step, A's rows or B's columns], and others the other way round."""
+    ROWS: gl.constexpr = a_tiles.shape[2] if A_TURNED else a_tiles.shape[1]
+    COLUMNS: gl.constexpr = b_tiles.shape[2] if B_TURNED else b_tiles.shape[1]
+    x = gl.zeros((ROWS, COLUMNS), gl.float32, LAYOUT)
+    for k in range(0, steps):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        a = a_tiles.index(GROUPS * stage + group)
+        b = b_tiles.index(stage)
+        if A_TURNED:
+            a = a.permute((1, 0))
+        if not B_TURNED:
+            b = b.permute((1, 0))
+        x = warpgroup_mma(a, b, x, use_acc=k > 0, is_async=True)
+        x = warpgroup_mma_wait(1, deps=(x,))
+        # One warp signals for all four that they have finished the product before.
+        thread_barrier()
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        step += 1
+    x = warpgroup_mma_wait(0, deps=(x,))
+    thread_barrier()
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=steps > 0)
+    return x, step

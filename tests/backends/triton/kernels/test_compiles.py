@@ -44,7 +44,7 @@ JOBS = (
         "89:e4m3",
         "80:everything,temperature-exact",
     ),
-    "90:bf16,chunk,temperature,temperature-softcap,heads,heads-int8,heads-fp32,heads-reverse,tiles",
+    "90:bf16,chunk,exact-everything,temperature,temperature-softcap,heads,heads-int8,heads-fp32,heads-reverse,tiles",
 )
 # In a process each.
 CAPABILITIES = ((100,), (90, 120), (86, 89, 80))
@@ -52,7 +52,7 @@ CAPABILITIES = ((100,), (90, 120), (86, 89, 80))
 WHOLE = 100
 HOPPER = {
     *("hopper.hopper_forward_kernel", "hopper.hopper_teacher_kernel"),
-    "hopper_logits.hopper_logits_kernel",
+    *("hopper_logits.hopper_logits_kernel", "hopper_exact.hopper_exact_kernel"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Hopper's own forward: it compiles everywhere, runs where it can, and agrees with the other."""
+"""Hopper's own kernels: they compile everywhere, run where they can, and agree with the others."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from cce_dist.testing import zipf_inputs
 
 triton = pytest.importorskip("triton")
 
+from cce_dist.backends.triton.backward import exact as backward_exact  # noqa: E402
 from cce_dist.backends.triton.forward import hopper as forward_hopper  # noqa: E402
 from cce_dist.backends.triton.forward import state as forward_state  # noqa: E402
+from cce_dist.backends.triton.launch import replay  # noqa: E402
 
 COMPILE = """
 import sys
@@ -200,6 +202,82 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+# Of `gradients`. "everything" has all that the kernel adds to a product, or to a logit.
+EXACT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 20.0, "logit_scale": 0.7, "ignores": True},
+    "smoothing": {"label_smoothing": 0.1, "ignores": True},
+    "smoothing_of_softcaps": {"label_smoothing": 0.1, "softcap": 5.0, "weighs": True},
+    "everything": {"label_smoothing": 0.1, "weighs": True, "has_bias": True, "entropy": 0.1},
+    "main_grad": {"accumulates": True},
+    "hidden_alone": {"needs": (True, False)},
+    "weight_alone": {"needs": (False, True), "ignores": True},
+    "invariant": {"invariant": True},
+}
+
+
+def gradients(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    *,
+    by_one_launch: bool,
+    needs: tuple[bool, bool] = (True, True),
+    ignores: bool = False,
+    weighs: bool = False,
+    has_bias: bool = False,
+    accumulates: bool = False,
+    entropy: float = 0.0,
+    **options: Any,
+) -> tuple[list[Tensor], int]:
+    """Gradients of `exact` in fp32, and how often Hopper's kernel for them was prepared."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = zipf_inputs(*shape, generator=generator, dtype=dtype)
+    hidden, weight = (
+        tensor.cuda().requires_grad_(needed)
+        for tensor, needed in zip((inputs.hidden, inputs.weight), needs, strict=True)
+    )
+    targets = inputs.targets.cuda()
+    if ignores:
+        targets[::3] = -100
+    leaves = [leaf for leaf in (hidden, weight) if leaf.requires_grad]
+    if weighs:
+        options["class_weight"] = torch.rand(shape[1], generator=generator).cuda()
+    if has_bias:
+        bias = torch.randn(shape[1], generator=generator).to("cuda", dtype)
+        options["bias"] = bias.requires_grad_()
+        leaves.append(bias)
+    main_grad = torch.ones(weight.shape, device="cuda")
+    if accumulates:
+        options["grad_weight_into"] = main_grad
+        leaves.remove(weight)
+    prepared: list[object] = []
+    whole = backward_exact.products_on_hopper
+
+    def counted(*args: Any, **named: Any) -> Any:
+        prepared.append(args)
+        return whole(*args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backward_exact, "products_on_hopper", counted)
+        if not by_one_launch:
+            patch.setattr(backward_exact, "runs_on_hopper", lambda *_: False)
+        found: Any = linear_cross_entropy(
+            hidden,
+            weight,
+            targets,
+            gradient="exact",
+            backend="triton",
+            stats=("entropy",) if entropy else (),
+            **options,
+        )
+        loss = found.loss - entropy * found.entropy.mean() if entropy else found
+        loss.backward()
+    replay.forget_recordings()
+    grads = [leaf.grad.float() for leaf in leaves if leaf.grad is not None]
+    assert len(grads) == len(leaves)
+    return [*grads, *([main_grad] if accumulates else [])], len(prepared)
+
+
 class TestOnHopper:
     pytestmark = pytestmark_gpu
 
@@ -279,3 +357,23 @@ class TestOnHopper:
             if times == 0:  # A later call of the kind is played, and starts no kernel anew.
                 assert (launched > 0) == (scale > 0)
             assert bool((found.correct == (times == 0)).all())
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+    @pytest.mark.parametrize("options", EXACT)
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_exact_by_one_launch_agrees_with_a_chunk_at_a_time(
+        self, shape: tuple[int, int, int], options: str, dtype: torch.dtype
+    ) -> None:
+        ours, launched = gradients(shape, dtype, by_one_launch=True, **EXACT[options])
+        portable, none = gradients(shape, dtype, by_one_launch=False, **EXACT[options])
+        assert (launched, none) == (1, 0)
+        for found, expected in zip(ours, portable, strict=True):
+            assert relative(found, expected) < 1e-3
+
+    def test_exact_by_one_launch_is_deterministic(self) -> None:
+        # Chunks of few columns: most tasks wait for others.
+        shape = (3000, 20000, 320)
+        first, _ = gradients(shape, torch.bfloat16, by_one_launch=True, workspace_bytes=2**24)
+        for _ in range(5):
+            again, _ = gradients(shape, torch.bfloat16, by_one_launch=True, workspace_bytes=2**24)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

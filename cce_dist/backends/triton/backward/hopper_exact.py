@@ -1,0 +1,123 @@
+"""The launch of `exact` for Hopper: all chunks of the vocabulary by one kernel."""
+
+# Triton types a kernel's arguments as its compiler sees them.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+
+from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
+from cce_dist.backends.triton.filter.kept_logits import tiles_in
+from cce_dist.backends.triton.forward.hopper import layout_of, num_groups
+from cce_dist.backends.triton.launch.start import start
+from cce_dist.backends.triton.launch.tiles import AFTER_HIDDEN, num_programs, takes_tma
+from cce_dist.options import TOKEN_BLOCK
+
+# As in kernels/backward/exact_schedule.py: rows of a task's product, and its columns.
+ROWS, SIDE = 256, 128
+# Numbers that a step of a product's sum takes, and steps that are loaded ahead.
+STEP, STAGES = 64, 4
+# Of the workspace, for d_logits of a chunk. With the whole, a call of 8,192 tokens and 2,304 dims
+# would take 134 MiB beside its gradients, and one hundredth less time.
+SHARE = 7 / 8
+# Columns of d_logits that are stored at a time.
+PART = 32
+
+
+def runs_on_hopper(state: BackwardState, grads: GradBuffers, hidden: Tensor) -> bool:
+    """Tells whether the kernel can run. It computes all logits, and sums a bias's gradient beside
+    the weight's."""
+    if state.logits is not None or (grads.bias is not None and grads.weight is None):
+        return False
+    return num_groups(state.weight, state.tiles) == 2 and takes_tma(hidden)
+
+
+def products_on_hopper(
+    state: BackwardState, grads: GradBuffers, hidden: Tensor, most_tiles: int | None, *, left: int
+) -> Callable[[int], None]:
+    """Prepares SDD, DSD and DDS of all columns.
+
+    Args:
+        hidden: [N_padded, D] packed, in the order of the blocks.
+        most_tiles: of ROWS columns in a chunk; None: as many as the workspace holds.
+        left: multiprocessors that `AFTER_HIDDEN` leaves to collectives.
+    Returns: a function that launches a stage of them.
+    """
+    from cce_dist.backends.triton.kernels.backward.hopper_exact import hopper_exact_kernel
+
+    weight, head, per_token = state.weight, state.head, state.per_token
+    tokens = triton.cdiv(state.num_blocks * TOKEN_BLOCK, ROWS) * ROWS
+    if most_tiles is None:
+        most_tiles = max(1, tiles_in(int(SHARE * state.room), weight, tokens))
+    tiles = min(most_tiles, triton.cdiv(weight.shape[0], ROWS))
+    chunk, half = tiles * ROWS, triton.cdiv(tiles, 2) * ROWS
+    memory = weight.new_empty(tokens, chunk)
+    queue = torch.zeros(8, dtype=torch.int32, device=weight.device)
+    descriptors = [_describe(matrix, tile) for matrix in (hidden, weight, memory) for tile in TILES]
+    descriptors.append(_describe(memory, (SIDE, PART)))
+    # A descriptor stores no other dtype than the shared memory's.
+    into = grads.weight
+    copies = into is not None and into.dtype == weight.dtype and takes_tma(into)
+    descriptors.append(_describe(into, (SIDE, PART)) if copies else state.count)
+
+    def launch(stage: int) -> None:
+        programs = num_programs(weight) - (left if stage == AFTER_HIDDEN else 0)
+        start(hopper_exact_kernel, (max(1, programs),))(
+            *descriptors,
+            memory,
+            state.or_dummy(head.bias),
+            state.or_dummy(head.class_weight),
+            state.or_dummy(state.sums),
+            state.or_dummy(state.bias_sums),
+            per_token.targets,
+            per_token.factors,
+            per_token.rows,
+            state.or_dummy(grads.hidden),
+            state.or_dummy(grads.weight),
+            state.or_dummy(grads.bias),
+            state.count,
+            per_token.grad_scale,
+            queue,
+            stage,
+            state.pieces,
+            state.num_tokens,
+            state.num_blocks * TOKEN_BLOCK,
+            weight.shape[0],
+            weight.shape[1],
+            chunk,
+            half,
+            grads.weight_stride,
+            per_token.scale,
+            head.softcap or 1.0,
+            STAGES=STAGES,
+            HAS_BIAS=head.bias is not None,
+            HAS_SOFTCAP=head.softcap is not None,
+            HAS_ENTROPY=state.has_entropy,
+            HAS_SMOOTH=state.has_smooth,
+            HAS_MEAN=state.mean is not None,
+            HAS_CLASS_WEIGHT=head.class_weight is not None,
+            HAS_DSD=grads.hidden is not None,
+            HAS_DDS=grads.weight is not None,
+            HAS_GRAD_BIAS=grads.bias is not None,
+            ACCUMULATE=grads.accumulate,
+            COPIES_PARTS=copies,
+            num_warps=4,
+        )
+
+    return launch
+
+
+# Of an operand whose rows are a product's, and of one whose rows its sum runs over.
+TILES = ((SIDE, STEP), (STEP, SIDE))
+
+
+def _describe(matrix: Tensor, tile: tuple[int, int]) -> object:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = layout_of(*tile, matrix.dtype)
+    return TensorDescriptor.from_tensor(matrix, list(tile), layout)
