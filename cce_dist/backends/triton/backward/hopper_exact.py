@@ -22,11 +22,12 @@ from cce_dist.options import TOKEN_BLOCK
 ROWS, SIDE = 256, 128
 # Numbers that a step of a product's sum takes, and steps that are loaded ahead.
 STEP, STAGES = 64, 4
+# Tiles of an operand whose rows are a product's, and of one whose rows its sum runs over; and the
+# part of a result that is stored at a time.
+TILES, PART = ((SIDE, STEP), (STEP, SIDE)), (SIDE, 32)
 # Of the workspace, for d_logits of a chunk. With the whole, a call of 8,192 tokens and 2,304 dims
 # would take 134 MiB beside its gradients, and one hundredth less time.
 SHARE = 7 / 8
-# Columns of d_logits that are stored at a time.
-PART = 32
 
 
 def runs_on_hopper(state: BackwardState, grads: GradBuffers, hidden: Tensor) -> bool:
@@ -48,76 +49,82 @@ def products_on_hopper(
         left: multiprocessors that `AFTER_HIDDEN` leaves to collectives.
     Returns: a function that launches a stage of them.
     """
-    from cce_dist.backends.triton.kernels.backward.hopper_exact import hopper_exact_kernel
-
-    weight, head, per_token = state.weight, state.head, state.per_token
+    weight = state.weight
     tokens = triton.cdiv(state.num_blocks * TOKEN_BLOCK, ROWS) * ROWS
     if most_tiles is None:
         most_tiles = max(1, tiles_in(int(SHARE * state.room), weight, tokens))
     tiles = min(most_tiles, triton.cdiv(weight.shape[0], ROWS))
-    chunk, half = tiles * ROWS, triton.cdiv(tiles, 2) * ROWS
-    memory = weight.new_empty(tokens, chunk)
+    memory = weight.new_empty(tokens, tiles * ROWS)
     queue = torch.zeros(8, dtype=torch.int32, device=weight.device)
-    descriptors = [_describe(matrix, tile) for matrix in (hidden, weight, memory) for tile in TILES]
-    descriptors.append(_describe(memory, (SIDE, PART)))
-    # A descriptor stores no other dtype than the shared memory's.
-    into = grads.weight
-    copies = into is not None and into.dtype == weight.dtype and takes_tma(into)
-    descriptors.append(_describe(into, (SIDE, PART)) if copies else state.count)
 
     def launch(stage: int) -> None:
         programs = num_programs(weight) - (left if stage == AFTER_HIDDEN else 0)
-        start(hopper_exact_kernel, (max(1, programs),))(
-            *descriptors,
-            memory,
-            state.or_dummy(head.bias),
-            state.or_dummy(head.class_weight),
-            state.or_dummy(state.sums),
-            state.or_dummy(state.bias_sums),
-            per_token.targets,
-            per_token.factors,
-            per_token.rows,
-            state.or_dummy(grads.hidden),
-            state.or_dummy(grads.weight),
-            state.or_dummy(grads.bias),
-            state.count,
-            per_token.grad_scale,
-            queue,
-            stage,
-            state.pieces,
-            state.num_tokens,
-            state.num_blocks * TOKEN_BLOCK,
-            weight.shape[0],
-            weight.shape[1],
-            chunk,
-            half,
-            grads.weight_stride,
-            per_token.scale,
-            head.softcap or 1.0,
-            STAGES=STAGES,
-            HAS_BIAS=head.bias is not None,
-            HAS_SOFTCAP=head.softcap is not None,
-            HAS_ENTROPY=state.has_entropy,
-            HAS_SMOOTH=state.has_smooth,
-            HAS_MEAN=state.mean is not None,
-            HAS_CLASS_WEIGHT=head.class_weight is not None,
-            HAS_DSD=grads.hidden is not None,
-            HAS_DDS=grads.weight is not None,
-            HAS_GRAD_BIAS=grads.bias is not None,
-            ACCUMULATE=grads.accumulate,
-            COPIES_PARTS=copies,
-            num_warps=4,
-        )
+        _launch(state, grads, hidden, memory, queue, stage, max(1, programs))
 
     return launch
 
 
-# Of an operand whose rows are a product's, and of one whose rows its sum runs over.
-TILES = ((SIDE, STEP), (STEP, SIDE))
+def _launch(
+    state: BackwardState,
+    grads: GradBuffers,
+    hidden: Tensor,
+    memory: Tensor,  # [tokens, columns of a chunk]
+    queue: Tensor,
+    stage: int,
+    programs: int,
+) -> None:
+    from cce_dist.backends.triton.kernels.backward.hopper_exact import hopper_exact_kernel
+
+    weight, head, per_token, into = state.weight, state.head, state.per_token, grads.weight
+    descriptors = [_describe(matrix, tile) for matrix in (hidden, weight, memory) for tile in TILES]
+    # A descriptor stores no other dtype than the shared memory's.
+    copies = into is not None and into.dtype == weight.dtype and takes_tma(into)
+    start(hopper_exact_kernel, (programs,))(
+        *descriptors,
+        _describe(memory, PART),
+        _describe(into, PART) if into is not None and copies else state.count,
+        memory,
+        state.or_dummy(head.bias),
+        state.or_dummy(head.class_weight),
+        state.or_dummy(state.sums),
+        state.or_dummy(state.bias_sums),
+        per_token.targets,
+        per_token.factors,
+        per_token.rows,
+        state.or_dummy(grads.hidden),
+        state.or_dummy(into),
+        state.or_dummy(grads.bias),
+        state.count,
+        per_token.grad_scale,
+        queue,
+        stage,
+        state.pieces,
+        state.num_tokens,
+        state.num_blocks * TOKEN_BLOCK,
+        weight.shape[0],
+        weight.shape[1],
+        memory.shape[1],
+        triton.cdiv(memory.shape[1] // ROWS, 2) * ROWS,
+        grads.weight_stride,
+        per_token.scale,
+        head.softcap or 1.0,
+        STAGES=STAGES,
+        HAS_BIAS=head.bias is not None,
+        HAS_SOFTCAP=head.softcap is not None,
+        HAS_ENTROPY=state.has_entropy,
+        HAS_SMOOTH=state.has_smooth,
+        HAS_MEAN=state.mean is not None,
+        HAS_CLASS_WEIGHT=head.class_weight is not None,
+        HAS_DSD=grads.hidden is not None,
+        HAS_DDS=into is not None,
+        HAS_GRAD_BIAS=grads.bias is not None,
+        ACCUMULATE=grads.accumulate,
+        COPIES_PARTS=copies,
+        num_warps=4,
+    )
 
 
 def _describe(matrix: Tensor, tile: tuple[int, int]) -> object:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = layout_of(*tile, matrix.dtype)
-    return TensorDescriptor.from_tensor(matrix, list(tile), layout)
+    return TensorDescriptor.from_tensor(matrix, list(tile), layout_of(*tile, matrix.dtype))

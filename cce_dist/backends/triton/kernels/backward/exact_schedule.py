@@ -42,10 +42,10 @@ def range_of(stage, V, chunk, half, pairs, dds_slices, dsd_tasks):
     """Returns the first task of a stage, and the end of its tasks."""
     whole = tasks_of(chunk, half, pairs, dds_slices, dsd_tasks)
     last = tl.cdiv(V, chunk) - 1
-    own = tasks_of(V - last * chunk, half, pairs, dds_slices, dsd_tasks)
+    sizes = tasks_of(V - last * chunk, half, pairs, dds_slices, dsd_tasks)
     before_dds = last * (whole[0] + whole[1] + whole[2] + whole[3] + whole[4])
-    before_dds += own[SDD_1] + own[SDD_2] + own[DSD]
-    end = before_dds + own[DDS_1] + own[DDS_2]
+    before_dds += sizes[SDD_1] + sizes[SDD_2] + sizes[DSD]
+    end = before_dds + sizes[DDS_1] + sizes[DDS_2]
     return (
         tl.where(stage == 2, before_dds, 0),
         tl.where(stage == 1, before_dds, end),
@@ -64,15 +64,15 @@ def place_of(task, V, chunk, half, pairs, dds_slices, dsd_tasks, programs):
     last = tl.cdiv(V, chunk) - 1
     number = tl.minimum(task // tl.maximum(per_chunk, 1), last)
     at = task - number * per_chunk
-    own = tasks_of(tl.minimum(chunk, V - number * chunk), half, pairs, dds_slices, dsd_tasks)
+    sizes = tasks_of(tl.minimum(chunk, V - number * chunk), half, pairs, dds_slices, dsd_tasks)
     is_swapped = (number == last) | (dsd_tasks <= 2 * programs)
-    third = tl.where(is_swapped, own[DSD], own[DDS_1])
-    fourth = tl.where(is_swapped, own[DDS_1], own[DSD])
-    after_sdd = own[SDD_1] + own[SDD_2]
-    phase = SDD_1 + (at >= own[SDD_1]).to(tl.int32) + (at >= after_sdd).to(tl.int32)
+    third = tl.where(is_swapped, sizes[DSD], sizes[DDS_1])
+    fourth = tl.where(is_swapped, sizes[DDS_1], sizes[DSD])
+    after_sdd = sizes[SDD_1] + sizes[SDD_2]
+    phase = SDD_1 + (at >= sizes[SDD_1]).to(tl.int32) + (at >= after_sdd).to(tl.int32)
     phase += (at >= after_sdd + third).to(tl.int32)
     phase += (at >= after_sdd + third + fourth).to(tl.int32)
-    start = tl.where(phase > SDD_1, own[SDD_1], 0) + tl.where(phase > SDD_2, own[SDD_2], 0)
+    start = tl.where(phase > SDD_1, sizes[SDD_1], 0) + tl.where(phase > SDD_2, sizes[SDD_2], 0)
     start += tl.where(phase > 2, third, 0) + tl.where(phase > 3, fourth, 0)
     is_swapped &= (phase == DDS_1) | (phase == DSD)
     return number, tl.where(is_swapped, DDS_1 + DSD - phase, phase), at - start
@@ -83,12 +83,12 @@ def needs_of(number, phase, V, chunk, half, pairs, dds_slices, dsd_tasks):
     """Returns how many tasks of each phase, of this chunk and those before, must be done before a
     task of `phase`: those whose results it reads, and those that read what it overwrites."""
     whole = tasks_of(chunk, half, pairs, dds_slices, dsd_tasks)
-    own = tasks_of(tl.minimum(chunk, V - number * chunk), half, pairs, dds_slices, dsd_tasks)
+    sizes = tasks_of(tl.minimum(chunk, V - number * chunk), half, pairs, dds_slices, dsd_tasks)
     reads_1 = (phase == DDS_1) | (phase == DSD)
     reads_2 = (phase == DDS_2) | (phase == DSD)
     return (
-        tl.where(reads_1, number * whole[SDD_1] + own[SDD_1], 0),
-        tl.where(reads_2, number * whole[SDD_2] + own[SDD_2], 0),
+        tl.where(reads_1, number * whole[SDD_1] + sizes[SDD_1], 0),
+        tl.where(reads_2, number * whole[SDD_2] + sizes[SDD_2], 0),
         tl.where(phase == SDD_1, number * whole[DDS_1], 0),
         tl.where(phase < DDS_1, number * dsd_tasks, 0),
         tl.where(phase == SDD_2, number * whole[DDS_2], 0),

@@ -119,10 +119,10 @@ def load_tasks(
     released a stage."""
     dds_slices = slices if HAS_DDS else 0
     dsd_tasks = pairs * slices * pieces if HAS_DSD else 0
-    own_queue_ptr = queue_ptr + gl.where(stage == 2, 1, 0)
+    next_ptr = queue_ptr + gl.where(stage == 2, 1, 0)
     first, end = range_of(stage, V, chunk, half, pairs, dds_slices, dsd_tasks)
     step, number, waited_for = 0, 0, -1
-    task = first + gl.atomic_add(own_queue_ptr, 1, sem="relaxed")
+    task = first + gl.atomic_add(next_ptr, 1, sem="relaxed")
     while task < end:
         tell(tasks, told, taken, number, task)
         number += 1
@@ -158,7 +158,7 @@ def load_tasks(
                     chunk_steps, hidden_steps, a_turned, b_turned, full, empty, step,
                     [k, column], [k, column + SIDE], [k, dim], STAGES,
                 )  # fmt: skip
-        task = first + gl.atomic_add(own_queue_ptr, 1, sem="relaxed")
+        task = first + gl.atomic_add(next_ptr, 1, sem="relaxed")
     tell(tasks, told, taken, number, end)
 
 
