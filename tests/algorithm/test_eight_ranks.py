@@ -21,6 +21,7 @@ from cce_dist.testing import (
     join_ranks,
     run_case,
 )
+from tests.support.loss_cases import generator
 
 MODES = ("filtered", "exact", "in_forward")
 SIZE = 8
@@ -40,10 +41,6 @@ SHARDS = {
     "padded": ([VocabShard.even(80, rank, SIZE) for rank in range(SIZE)], 601),
     "five_empty": ([VocabShard.chunked(3, rank, SIZE) for rank in range(SIZE)], 3),
 }
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 @pytest.fixture(scope="module")

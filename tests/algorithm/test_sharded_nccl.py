@@ -23,15 +23,12 @@ from cce_dist.testing import (
     zipf_inputs,
 )
 from tests.backends.screened_cases import WITH_STATS, check_stats, with_hits
+from tests.support.loss_cases import generator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multigpu, pytest.mark.timeout(280)]
 MODES = ("filtered", "exact", "in_forward")
 WORLD_SIZES = (2, 4)
 EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments", "sum_p2")
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def run_ranks(case: Case, world_size: int) -> dict[str, Tensor]:

@@ -28,10 +28,6 @@ EIGHT_BITS = ("int8", "e4m3")
 Bounds = tuple[tuple[int, int], ...]
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def dtype_of(place: Place) -> torch.dtype:
     return torch.float16 if place.interprets else torch.bfloat16
 

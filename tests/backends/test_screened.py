@@ -35,8 +35,8 @@ from tests.backends.screened_cases import (
     check_screened,
     dtype_of,
     error_of,
-    generator,
 )
+from tests.support.loss_cases import generator
 
 pytest.importorskip("triton")
 IN_16_BITS = ("bf16", "fp16")

@@ -12,7 +12,8 @@ import torch
 from cce_dist import Filter, Screen, linear_cross_entropy, quantize_weight
 from cce_dist.testing import zipf_inputs
 from cce_dist.vocab_shard import VocabShard
-from tests.backends.screened_cases import KEEP, generator
+from tests.backends.screened_cases import KEEP
+from tests.support.loss_cases import generator
 
 
 def call(**options: Any) -> None:

@@ -15,7 +15,8 @@ from cce_dist.backends.triton import backend as triton_backend
 from cce_dist.backends.triton.screened import quantize
 from cce_dist.testing import Inputs, RankPool, zipf_inputs
 from cce_dist.vocab_shard import VocabShard
-from tests.backends.screened_cases import KEEP, WIDE, generator
+from tests.backends.screened_cases import KEEP, WIDE
+from tests.support.loss_cases import generator
 
 
 def inputs() -> Inputs:

@@ -32,9 +32,9 @@ from tests.backends.screened_cases import (
     check_stats,
     dtype_of,
     error_of,
-    generator,
     with_hits,
 )
+from tests.support.loss_cases import generator
 
 pytest.importorskip("triton")
 OPTIONS: dict[str, tuple[str | None, dict[str, Any]]] = {

@@ -21,7 +21,8 @@ from cce_dist.testing import (
     run_case,
     zipf_inputs,
 )
-from tests.backends.screened_cases import EIGHT_BITS, SCREENED, WIDE, error_of, generator
+from tests.backends.screened_cases import EIGHT_BITS, SCREENED, WIDE, error_of
+from tests.support.loss_cases import generator
 
 
 @pytest.mark.interpreter

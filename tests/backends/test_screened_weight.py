@@ -21,7 +21,8 @@ from cce_dist.testing import (
     zipf_inputs,
 )
 from cce_dist.vocab_shard import VocabShard
-from tests.backends.screened_cases import EIGHT_BITS, SCREENED, WIDE, dtype_of, generator
+from tests.backends.screened_cases import EIGHT_BITS, SCREENED, WIDE, dtype_of
+from tests.support.loss_cases import generator
 
 
 def rows_in_8_bits(rows: Tensor, bits: str) -> Tensor:

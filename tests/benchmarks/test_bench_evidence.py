@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 from benchmarks.cli.converge import parse_power
 from benchmarks.evidence.records import Record, read_record
@@ -27,22 +26,9 @@ from cce_dist.bench.golden import dense_loss, golden_gradients, gradients
 from cce_dist.bench.inputs import BenchInputs, Shape, make_inputs
 from cce_dist.bench.methods import METHODS as REGISTRY
 from cce_dist.bench.methods import Method
-from cce_dist.cli.main import app
+from tests.benchmarks.bench_cases import invoke, refuse
 
 V = 400
-
-
-def invoke(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["bench", *arguments])
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def refuse(*arguments: str) -> str:
-    """The error's text, without the box that it is drawn in."""
-    result = CliRunner().invoke(app, ["bench", *arguments])
-    assert result.exit_code == 2, result.output
-    return " ".join(result.output.replace("│", " ").split())
 
 
 def skewed(num_tokens: int = 300) -> BenchInputs:

@@ -21,18 +21,13 @@ from cce_dist.doctor import numerics, software
 from cce_dist.doctor.check import Check, across_ranks, guarded, name_ranks
 from cce_dist.testing import Place
 from cce_dist.testing.places import TRITON_CUDA
-from tests.doctor.doctor_facts import facts
+from tests.doctor.doctor_facts import facts, row
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["doctor", *arguments])
-
-
-def row(name: str, report: dict[str, Any]) -> dict[str, Any]:
-    (check,) = [check for check in report["checks"] if check["name"] == name]
-    return check
 
 
 # -- the command --------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from cce_dist.doctor import ranks as job
 from cce_dist.doctor.facts import RankFacts
 from cce_dist.testing import fork_context
+from tests.doctor.doctor_facts import row
 
 ROOT = Path(__file__).parents[2]
 # Sizes that take gloo no time.
@@ -81,11 +82,6 @@ def _doctor(
     if spoil is not None:
         spoil(place["RANK"])
     app(list(arguments), prog_name="cce-dist")
-
-
-def row(name: str, report: dict[str, Any]) -> dict[str, Any]:
-    (check,) = [check for check in report["checks"] if check["name"] == name]
-    return check
 
 
 def test_a_pipeline_of_tensor_parallel_ranks(tmp_path: Path) -> None:

@@ -24,14 +24,11 @@ from cce_dist.testing import (
     shared_pool,
     zipf_inputs,
 )
+from tests.support.loss_cases import generator
 
 TOKENS, CLASSES, DIM = 150, 600, 24
 # Room for a few columns at a time: several chunks.
 WORKSPACE = 2**16
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def response(shape: tuple[int, ...]) -> Tensor:

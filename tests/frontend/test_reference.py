@@ -12,10 +12,7 @@ from torch import Tensor
 
 from cce_dist.reference import linear_cross_entropy_reference, reference_logits
 from cce_dist.testing import gaussian_inputs
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+from tests.support.loss_cases import generator
 
 
 def made(*tokens: int) -> Any:

@@ -26,6 +26,7 @@ from cce_dist.testing import (
     zipf_inputs,
 )
 from tests.support.grids import paired_grid
+from tests.support.loss_cases import generator
 
 TOKENS, CLASSES, DIM = 150, 600, 24
 # Room for a few columns at a time: several chunks.
@@ -38,10 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 5.0, "logit_scale": 1.3},
     "negative": {"logit_scale": -0.7},
 }
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def temperatures(shape: tuple[int, ...] = (TOKENS,), *, seed: int = 2) -> Tensor:

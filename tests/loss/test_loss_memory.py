@@ -24,6 +24,7 @@ from cce_dist.testing import (
     shared_pool,
     zipf_inputs,
 )
+from tests.support.loss_cases import generator
 
 MODES = ("filtered", "exact", "in_forward")
 # Hidden and weight are small beside the logits: 16 k and 0.25 M elements against 4.2 M.
@@ -40,10 +41,6 @@ CASES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 5.0},
     "shift": {"shift": 3},
 }
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 @functools.cache

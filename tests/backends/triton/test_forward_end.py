@@ -16,6 +16,7 @@ from cce_dist.core import streams
 from cce_dist.core.types import Head, Tokens, Wanted
 from cce_dist.testing import TRITON_PLACES, Place, grid
 from tests.backends.triton.test_shares import launches_of
+from tests.support.loss_cases import generator
 
 pytest.importorskip("triton")
 
@@ -27,10 +28,6 @@ from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.screened.steps import guard
 
 BLOCK = 128
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def problem(place: Place, num_tokens: int, num_classes: int, count: int) -> tuple[Tokens, Head]:

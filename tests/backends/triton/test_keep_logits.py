@@ -25,6 +25,7 @@ from cce_dist.testing import (
     zipf_inputs,
 )
 from tests.backends.triton.triton_cases import give_programs
+from tests.support.loss_cases import generator
 
 pytest.importorskip("triton")
 from cce_dist.backends.triton.backward.exact import BLOCKS_AT_ONCE, FURTHEST
@@ -42,10 +43,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "stats": ("lse", "entropy", "sum_p2", "correct", "logit_moments"),
     },
 }
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def make_case(place: Place, dtype: str, options: dict[str, Any], workspace: str) -> Case:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cce_dist import Filter, linear_cross_entropy, token_logprobs
 from cce_dist.testing import gaussian_inputs, zipf_inputs
+from tests.support.loss_cases import generator
 
 pytestmark = pytest.mark.gpu
 
@@ -25,10 +26,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "small_chunks": {"gradient": "in_forward", "filter": Filter(keep=0), "workspace_bytes": 2**20},
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def tensors(seed: int, dtype: torch.dtype, ignored: float) -> dict[str, Tensor]:

@@ -28,13 +28,10 @@ from cce_dist.testing import (
     shared_pool,
     zipf_inputs,
 )
+from tests.support.loss_cases import generator
 
 BLOCK = 128
 SEEDS = (0, 1, -1, 123456789, -(2**31), 2**31 - 1)
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def rms(values: Tensor) -> float:

@@ -20,12 +20,9 @@ from cce_dist.testing import (
     grid,
     run_case,
 )
+from tests.support.loss_cases import generator
 
 CLUSTERS, TOKENS, CLASSES, DIM = 4, 512, 640, 32
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def clustered(place: Place, *, interleaved: bool) -> Inputs:
