@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -32,9 +31,3 @@ def slurm_place(rank: int, size: int, port: int) -> Place:
         # Other jobs on this machine would have other ids; other runs of this test have not.
         "MASTER_PORT": port,
     }
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return found.getsockname()[1]

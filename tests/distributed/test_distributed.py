@@ -19,7 +19,8 @@ from cce_dist.distributed import joining as distributed
 from cce_dist.distributed.joining import choose_device
 from cce_dist.distributed.launchers import TORCH, LaunchError
 from cce_dist.testing.forks import fork_context
-from tests.distributed.distributed_places import free_port, launch_of, slurm_place
+from tests.distributed.distributed_places import launch_of, slurm_place
+from tests.support.nodes import free_port
 from tests.support.torchrun import Place
 
 ROOT = Path(__file__).parents[2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -13,8 +12,15 @@ from pathlib import Path
 import pytest
 
 from cce_dist.testing.forks import fork_context
-from tests.distributed.distributed_places import free_port, slurm_place
-from tests.support.torchrun import Place, read_losses, run_forked_training, run_placed_training
+from tests.distributed.distributed_places import slurm_place
+from tests.support.nodes import free_port
+from tests.support.torchrun import (
+    Place,
+    read_losses,
+    run_forked_training,
+    run_placed_training,
+    write_config,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,24 +29,8 @@ ROOT = Path(__file__).parents[2]
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A job of two ranks and four steps."""
     folder = tmp_path_factory.mktemp("launched")
-    (folder / "text.txt").write_text(Path(json.__file__).read_text())
-    values = {
-        "run": {"name": "run", "out": str(folder)},
-        "data": {
-            "paths": [str(folder / "text.txt")],
-            "vocab_size": 301,
-            "sequence_length": 16,
-            "cache": str(folder / "cache"),
-        },
-        "model": {"dim": 16, "layers": 1, "heads": 2},
-        "parallel": {"tp": "all", "timeout_s": 20},
-        "checkpoint": {"every": 0},
-        "steps": 4,
-        "batch": 4,
-    }
-    path = folder / "config.json"
-    path.write_text(json.dumps(values))
-    return path
+    changes = {"parallel": {"tp": "all"}, "checkpoint": {"every": 0}}
+    return write_config(folder, **changes, steps=4, batch=4)
 
 
 @pytest.fixture(scope="module")

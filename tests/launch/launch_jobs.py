@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests.support import torchrun
 
 ROOT = Path(__file__).parents[2]
 # A rank may be held up for seconds where tests share two cores.
@@ -18,25 +17,18 @@ TIMEOUT_S = 20.0
 def write_config(folder: Path, *, steps: int, batch: int, **parallel: Any) -> Path:
     """A config file of 128 tokens a step and data-parallel rank, over text of the standard library;
     its run's folder is `folder`/runs/tiny."""
-    config: dict[str, Any] = {
-        "run": {"name": "tiny", "out": str(folder / "runs")},
-        "data": {
-            "paths": [argparse.__file__],
-            "megabytes": 0.05,
-            "vocab_size": 301,
-            "sequence_length": 16,
-            "cache": str(folder / "cache"),
-        },
-        "model": {"dim": 32, "layers": 1, "heads": 2},
-        "parallel": {"timeout_s": TIMEOUT_S, **parallel},
-        "optimizer": {"lr": 0.01, "warmup": 3, "schedule": "constant"},
-        "checkpoint": {"every": 0},
-        "steps": steps,
-        "batch": batch,
-    }
-    path = folder / "tiny.json"
-    path.write_text(json.dumps(config))
-    return path
+    return torchrun.write_config(
+        folder,
+        "tiny",
+        run={"out": str(folder / "runs")},
+        data={"megabytes": 0.05},
+        model={"dim": 32, "layers": 1},
+        parallel={"timeout_s": TIMEOUT_S, **parallel},
+        optimizer={"lr": 0.01, "warmup": 3, "schedule": "constant"},
+        checkpoint={"every": 0},
+        steps=steps,
+        batch=batch,
+    )
 
 
 def launch_environment(**knobs: object) -> dict[str, str]:
@@ -49,9 +41,3 @@ def launch_environment(**knobs: object) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         **{name: str(value) for name, value in knobs.items()},
     }
-
-
-def free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return opened.getsockname()[1]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launch_jobs import ROOT, free_port, launch_environment, write_config
+from tests.launch.launch_jobs import ROOT, launch_environment, write_config
+from tests.support.nodes import free_port
 from tests.support.torchrun import read_losses, run_forked_training
 
 # Six processes import torch, on a machine that may be busy.

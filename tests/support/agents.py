@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 
 from cce_dist.testing.forks import fork_context
 
+from .nodes import free_port
 from .torchrun import children, kill, run_agent
 
 
@@ -36,9 +36,7 @@ class ElasticJob:
     agents: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            self.port = listener.getsockname()[1]
+        self.port = free_port()
         self.output.touch()
 
     def add_node(self) -> int:

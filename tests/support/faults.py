@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +24,7 @@ from cce_dist.testing.forks import fork_context
 from cce_dist.train import loop
 from cce_dist.train.model import decoder as model
 
-from .nodes import Node
+from .nodes import Node, free_port
 from .torchrun import run_command
 
 Kind = Literal["dies", "stops", "raises", "loses its link", "skips", "fills the disk"]
@@ -228,13 +227,6 @@ def start_job(
         processes.append(fork_context().Process(target=_run_rank, args=run_args))
         processes[-1].start()
     return ForkedJob(processes, output, note, store)
-
-
-def free_port() -> int:
-    """Returns a port of this host that is free at this moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _run_rank(

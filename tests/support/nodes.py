@@ -121,6 +121,13 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
                     _run("ip", "netns", "del", node.namespace)
 
 
+def free_port() -> int:
+    """Returns a port of this host that is free at this moment."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
 def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     if done.returncode:

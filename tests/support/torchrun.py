@@ -55,10 +55,19 @@ class TrainingJob:
             time.sleep(0.01)
 
 
-def write_config(folder: Path, **changes: Any) -> Path:
-    """Writes the file of a job that takes moments; its run is FOLDER/run."""
-    config = {
-        "run": {"name": "run", "out": str(folder)},
+def write_config(
+    folder: Path, name: str = "run", defaults: Mapping[str, Any] | None = None, **changes: Any
+) -> Path:
+    """Writes FOLDER/NAME.json, a job that takes moments; its run is FOLDER/NAME.
+
+    No number of ranks in the tests divides its 301 ids.
+
+    Args:
+        defaults: keys that a file of tests has otherwise; of a section, those that differ.
+        changes: the same of one test.
+    """
+    config: dict[str, Any] = {
+        "run": {"name": name, "out": str(folder)},
         "data": {
             "paths": [argparse.__file__],
             "vocab_size": 301,
@@ -67,12 +76,13 @@ def write_config(folder: Path, **changes: Any) -> Path:
         },
         "model": {"dim": 16, "layers": 2, "heads": 2},
         "parallel": {"timeout_s": 20},
-        "checkpoint": {"every": 2, "keep": 9},
+        "checkpoint": {"every": 2},
         "steps": 6,
         "batch": 8,
-        **changes,
     }
-    path = folder / "config.json"
+    for key, value in (*(defaults or {}).items(), *changes.items()):
+        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
+    path = folder / f"{name}.json"
     path.write_text(json.dumps(config))
     return path
 

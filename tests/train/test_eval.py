@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -25,7 +24,7 @@ from cce_dist.train.evaluate.perplexity import Request, load_request, read_texts
 from cce_dist.train.evaluate.scores import frequency_groups, score
 from cce_dist.train.evaluate.windows import IGNORED, cut_windows
 from cce_dist.train.model.decoder import Block, rotary_table
-from tests.support.torchrun import run_forked
+from tests.support.torchrun import run_forked, write_config
 
 # Ranks are processes that take a while to start on a loaded machine.
 pytestmark = pytest.mark.timeout(180)
@@ -38,20 +37,13 @@ SOFTCAP, SCALE = 3.0, 2.0
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Makes two texts, and a run of two ranks, each of which has other layers and other rows."""
     folder = tmp_path_factory.mktemp("eval")
-    shutil.copy(argparse.__file__, folder / "train.py")
     held = Path(json.__file__).read_text()
     (folder / "a.txt").write_text(held[:900])
     (folder / "b.txt").write_text(f"\u00e9t\u00e9 {held[900:1300]}")
-    config: dict[str, Any] = {
-        "run": {"name": "run", "out": str(folder)},
-        "data": {
-            "paths": [str(folder / "train.py")],
-            "vocab_size": 301,
-            "sequence_length": LENGTH,
-            "cache": str(folder / "cache"),
-        },
+    job: dict[str, Any] = {
+        "data": {"sequence_length": LENGTH},
         "model": {"dim": DIM, "layers": LAYERS, "heads": HEADS},
-        "parallel": {"pp": 2, "vocab_over_pipeline": True, "timeout_s": 20},
+        "parallel": {"pp": 2, "vocab_over_pipeline": True},
         # The objective is not the likelihood, and the logits are not hidden @ weight.T.
         "loss": {
             "gradient": "exact",
@@ -63,11 +55,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "optimizer": {"lr": 0.01, "warmup": 3, "schedule": "constant"},
         "checkpoint": {"every": 6},
         "steps": 12,
-        "batch": 8,
     }
-    path = folder / "run.json"
-    path.write_text(json.dumps(config))
-    code, output = run_forked(2, folder / "train.out", "train", str(path))
+    config = write_config(folder, **job)
+    code, output = run_forked(2, folder / "train.out", "train", str(config))
     assert code == 0, output
     return folder
 

@@ -6,8 +6,6 @@ phase, all of them at the same time, since they mostly wait. `pytest -rP` shows 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import shutil
@@ -26,7 +24,7 @@ from cce_dist.train.checkpoint import Checkpoint, newest_checkpoint
 from cce_dist.train.errors import ConfigError
 from tests.support.faults import BEGINNING, Ending, Fault, Kind, finish_all, start_job
 from tests.support.nodes import Node, two_nodes
-from tests.support.torchrun import read_losses, run_agent, run_rank
+from tests.support.torchrun import read_losses, run_agent, run_rank, write_config
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -71,39 +69,25 @@ class Jobs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "text").mkdir()
-        text = Path(argparse.__file__).read_text()
-        (folder / "text" / "argparse.py").write_text(text)
         # The first run makes the tokenizer of all.
         self.references = {name: self._reference(name) for name in LAYOUTS}
 
     def config(self, name: str, layout: str, **changes: Any) -> Path:
-        config = {
-            "run": {"name": name, "out": str(self.folder)},
-            "data": {
-                "paths": [str(self.folder / "text")],
-                "vocab_size": 301,
-                "sequence_length": 16,
-                "cache": str(self.folder / "cache"),
-            },
-            "model": {"dim": 16, "layers": 2, "heads": 2},
+        defaults = {
             "parallel": {"timeout_s": TIMEOUT_S, **LAYOUTS[layout]},
             "optimizer": {"lr": 0.01, "warmup": 3},
             "checkpoint": {"every": EVERY},
             "steps": STEPS,
-            "batch": 8,
-            **changes,
         }
-        self.path(name).write_text(json.dumps(config))
-        return self.path(name)
+        return write_config(self.folder, name, defaults, **changes)
 
     def path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
 
     def _reference(self, layout: str) -> Reference:
-        checkpoint = {"every": EVERY, "keep": 9}
-        parallel = {"timeout_s": 60, **LAYOUTS[layout]}
-        config = self.config(f"whole-{layout}", layout, checkpoint=checkpoint, parallel=parallel)
+        config = self.config(
+            f"whole-{layout}", layout, parallel={"timeout_s": 60}, checkpoint={"keep": 9}
+        )
         (ending,) = finish_all([start_job(2, config)], 60)
         assert ending.codes == [0, 0], ending.output
         run = self.folder / f"whole-{layout}"
@@ -235,7 +219,7 @@ def test_a_disk_that_is_full(jobs: Jobs) -> None:
 def test_a_disk_that_is_full_from_the_beginning(jobs: Jobs) -> None:
     """The job is refused before it trains a vocabulary, also if only one rank cannot write."""
     planned = [Scenario(Fault("fills the disk", BEGINNING, rank, rank)) for rank in (0, 1)]
-    data = {"paths": [str(jobs.folder / "text")], "cache": str(jobs.folder / "other-cache")}
+    data = {"cache": str(jobs.folder / "other-cache")}
     configs = [
         jobs.config(each.name, "tp", data={**data, "vocab_size": 300 - each.fault.rank})
         for each in planned

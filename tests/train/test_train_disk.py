@@ -90,7 +90,7 @@ def run_in_own_folder(arguments: Sequence[str]) -> None:
 
 def test_train_refuses_a_run_out_of_each_host(tmp_path: Path) -> None:
     """No checkpoint would be whole; the tokens are there on every host, as after earlier runs."""
-    config = write_config(tmp_path, run={"name": "run", "out": "runs"})
+    config = write_config(tmp_path, run={"out": "runs"})
     arguments = ("train", str(config), "--parallel.tp", "2", "--parallel.timeout_s", "4")
     code, output = run_forked(2, tmp_path / "out", *arguments, run=run_in_own_folder)
     assert code == 2
@@ -114,8 +114,12 @@ def test_train_checkpoint_on_a_full_disk(
     tmp_path: Path, mount: Callable[[str], Path], num_ranks: int
 ) -> None:
     out = mount(f"size={DISK_BYTES}")
-    run = {"name": "run", "out": str(out)}
-    config = write_config(tmp_path, run=run, parallel={"timeout_s": 20, "tp": num_ranks or 1})
+    config = write_config(
+        tmp_path,
+        run={"out": str(out)},
+        parallel={"tp": num_ranks or 1},
+        checkpoint={"keep": 9},
+    )
     code, output = run_forked_training(num_ranks, config)
     assert code == 1, output
     message = only_message(output)
@@ -136,7 +140,7 @@ def test_train_refuses_run_out_before_the_vocabulary(
 ) -> None:
     (tmp_path / "file").touch()
     for out in (NEVER, tmp_path / "file", tmp_path / LONG):
-        config = write_config(tmp_path, run={"name": "run", "out": str(out)})
+        config = write_config(tmp_path, run={"out": str(out)})
         for arguments in ((), ("--resume",)):
             code, output = run_forked_training(0, config, *arguments)
             message = f"error: run.out must be in a folder that can be written, got {out}"
@@ -144,7 +148,7 @@ def test_train_refuses_run_out_before_the_vocabulary(
             assert "byte-level BPE" not in output
     # The messages from here on need a disk.
     out = mount("size=128k")
-    config = write_config(tmp_path, run={"name": "run", "out": str(out)})
+    config = write_config(tmp_path, run={"out": str(out)})
     (out / "run").mkdir()
     code, output = run_forked_training(0, config)
     size = disk.format_bytes(checkpoint_bytes(load_config(config)))

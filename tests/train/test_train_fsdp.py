@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +11,12 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from tests.support.torchrun import read_losses, run_forked_training, run_training
+from tests.support.torchrun import (
+    read_losses,
+    run_forked_training,
+    run_training,
+    write_config,
+)
 
 # A job starts processes that import torch; see tests/train/test_train_job.py.
 pytestmark = pytest.mark.timeout(180)
@@ -23,10 +27,8 @@ MODEL = {"dim": 16, "layers": 2, "heads": 2, "tied": True}
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes a folder with a little text; cache and runs of all jobs go there."""
-    folder = tmp_path_factory.mktemp("fsdp")
-    shutil.copy(argparse.__file__, folder / "text.py")
-    return folder
+    """Makes a folder; cache and runs of all jobs go there."""
+    return tmp_path_factory.mktemp("fsdp")
 
 
 def train(
@@ -46,25 +48,15 @@ def train(
     """
     parallel = {"timeout_s": 30, **changes.pop("parallel", {})}
     config = {
-        "run": {"name": name, "out": str(out)},
-        "data": {
-            "paths": [str(out / "text.py")],
-            "vocab_size": 301,
-            "sequence_length": 16,
-            "cache": str(out / "cache"),
-        },
-        "model": MODEL,
+        "model": {"tied": True},
         "parallel": parallel,
         "optimizer": {"lr": 0.01, "warmup": 3, "schedule": "constant", "clip": 0.5},
         "checkpoint": {"every": 6},
         "steps": STEPS,
         "batch": 8 * parallel.get("tp", 1) // max(1, num_ranks),
         "log_every": 5,
-        **changes,
     }
-    path = out / f"{name}.json"
-    path.write_text(json.dumps(config))
-    code, output = by(num_ranks, path, *arguments)
+    code, output = by(num_ranks, write_config(out, name, config, **changes), *arguments)
     assert code == 0, output
     assert "Warning" not in output
     return read_losses(out / name)

@@ -21,6 +21,7 @@ from cce_dist.train.errors import ConfigError
 from cce_dist.train.job import move_aside
 from cce_dist.train.progress import Display
 from cce_dist.train.ranks import connect
+from tests.support import torchrun
 from tests.support.torchrun import (
     is_running,
     kill,
@@ -39,51 +40,21 @@ TIMEOUT_S = 8.0
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes a folder with a little text, and the cache of all jobs."""
-    folder = tmp_path_factory.mktemp("train")
-    (folder / "text").mkdir()
-    for module in (argparse_source(), json_source()):
-        (folder / "text" / module.name).write_text(module.read_text())
-    return folder
-
-
-def argparse_source() -> Path:
-    import argparse
-
-    return Path(argparse.__file__)
-
-
-def json_source() -> Path:
-    return Path(json.__file__)
+    """Makes a folder with the cache of all jobs."""
+    return tmp_path_factory.mktemp("train")
 
 
 def write_config(shared: Path, out: Path, name: str, **changes: Any) -> Path:
-    """301 ids: no number of ranks here divides it."""
-    config: dict[str, Any] = {
-        "run": {"name": name, "out": str(out)},
-        "data": {
-            "paths": [str(shared / "text")],
-            "vocab_size": 301,
-            "sequence_length": 16,
-            "cache": str(shared / "cache"),
-        },
-        "model": {"dim": 16, "layers": 2, "heads": 2},
+    defaults = {
+        "data": {"cache": str(shared / "cache")},
         "parallel": {"timeout_s": TIMEOUT_S},
         # With a constant rate, the first steps of a longer run are the same.
         "optimizer": {"lr": 0.01, "warmup": 3, "schedule": "constant"},
         "checkpoint": {"every": 5},
         "steps": 12,
-        "batch": 8,
         "log_every": 5,
     }
-    for key, value in changes.items():
-        if isinstance(value, dict):
-            config[key] = {**config[key], **value} if key in config else value
-        else:
-            config[key] = value
-    path = out / f"{name}.json"
-    path.write_text(json.dumps(config))
-    return path
+    return torchrun.write_config(out, name, defaults, **changes)
 
 
 def run(

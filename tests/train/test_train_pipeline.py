@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -22,7 +21,13 @@ from cce_dist.train.config.schema import ParallelConfig, TrainConfig
 from cce_dist.train.errors import ConfigError
 from cce_dist.train.pipeline.step import check_split_backward, planned_times
 from cce_dist.train.ranks import connect
-from tests.support.torchrun import is_running, read_losses, run_forked_training, started_training
+from tests.support.torchrun import (
+    is_running,
+    read_losses,
+    run_forked_training,
+    started_training,
+    write_config,
+)
 
 # A job starts processes that import torch; see tests/train/test_train_job.py.
 pytestmark = pytest.mark.timeout(180)
@@ -31,46 +36,26 @@ STEPS, EVERY = 6, 4
 TIMEOUT_S = 8.0
 SPREAD = {"vocab_over_pipeline": True}
 PLANNED = {"schedule": "vocab_1f1b", **SPREAD}
+JOB = {
+    "model": {"layers": 4},
+    "parallel": {"timeout_s": 30},
+    # A clipped gradient would hide a factor.
+    "optimizer": {"lr": 0.02, "warmup": 3, "schedule": "constant", "clip": None},
+    "checkpoint": {"every": EVERY},
+    "steps": STEPS,
+    "log_every": 5,
+}
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes a folder with a little text; cache and runs of all jobs go there."""
-    folder = tmp_path_factory.mktemp("pipeline")
-    shutil.copy(argparse.__file__, folder / "text.py")
-    return folder
-
-
-def write_config(out: Path, name: str, **changes: Any) -> Path:
-    """301 ids: no number of ranks here divides it."""
-    config: dict[str, Any] = {
-        "run": {"name": name, "out": str(out)},
-        "data": {
-            "paths": [str(out / "text.py")],
-            "vocab_size": 301,
-            "sequence_length": 16,
-            "cache": str(out / "cache"),
-        },
-        "model": {"dim": 16, "layers": 4, "heads": 2},
-        "parallel": {"timeout_s": 30},
-        # A clipped gradient would hide a factor.
-        "optimizer": {"lr": 0.02, "warmup": 3, "schedule": "constant", "clip": None},
-        "checkpoint": {"every": EVERY},
-        "steps": STEPS,
-        "batch": 8,
-        "log_every": 5,
-    }
-    for key, value in changes.items():
-        config[key] = (
-            {**config[key], **value} if key in config and isinstance(value, dict) else value
-        )
-    path = out / f"{name}.json"
-    path.write_text(json.dumps(config))
-    return path
+    """Makes a folder; cache and runs of all jobs go there."""
+    return tmp_path_factory.mktemp("pipeline")
 
 
 def train(out: Path, num_ranks: int, name: str, *arguments: str, **changes: Any) -> list[float]:
-    code, output = run_forked_training(num_ranks, write_config(out, name, **changes), *arguments)
+    config = write_config(out, name, JOB, **changes)
+    code, output = run_forked_training(num_ranks, config, *arguments)
     assert code == 0, output
     assert "Warning" not in output
     return read_losses(out / name)
@@ -198,7 +183,7 @@ def test_pipeline_in_bfloat16_and_beside_dense(out: Path) -> None:
 
 def test_pipeline_names_the_rank_that_dies(out: Path) -> None:
     parallel = {"pp": 2, "timeout_s": TIMEOUT_S, **PLANNED}
-    config = write_config(out, "dies", parallel=parallel, steps=10**6, checkpoint={"every": 0})
+    config = write_config(out, "dies", JOB, parallel=parallel, steps=10**6, checkpoint={"every": 0})
     with started_training(2, config) as job:
         job.wait_for_step(3)
         pids = job.rank_pids()
@@ -213,7 +198,9 @@ def test_pipeline_names_the_rank_that_dies(out: Path) -> None:
 
 def test_pipeline_signal_saves_and_exits(out: Path) -> None:
     parallel = {"pp": 2, "timeout_s": TIMEOUT_S, **SPREAD}
-    config = write_config(out, "stops", parallel=parallel, steps=10**6, checkpoint={"every": 0})
+    config = write_config(
+        out, "stops", JOB, parallel=parallel, steps=10**6, checkpoint={"every": 0}
+    )
     with started_training(2, config) as job:
         job.wait_for_step(3)
         os.kill(job.rank_pids()[1], signal.SIGTERM)
