@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,19 @@ def test_stand_in_of_a_function(interpreter: Any, left: str) -> None:
             check(tl.where, block(interpreter, "int1", layout), *operands)
     for one, number in itertools.product(LAYOUTS, (0, 3, 0.5)):
         check(tl.where, block(interpreter, "int1", "plain"), block(interpreter, left, one), number)
+
+
+def test_stand_ins_keep_the_sign_of_zero(interpreter: Any) -> None:
+    """0.0 and -0.0 are equal, and so are keys of them."""
+    tl, memory = interpreter.tl, torch.ones(1)
+    for number in (0.0, -0.0):
+        check(tl.full, [4], number, tl.float32)
+        signs = []
+        # Triton's own first; some releases have no -0.0.
+        for store in (tl.store.__wrapped__, tl.store, tl.store):
+            store(at(interpreter, memory, np.zeros(1, np.int64)), number)
+            signs.append(math.copysign(1, memory.item()))
+        assert len(set(signs)) == 1
 
 
 @pytest.mark.parametrize("size", [2, 64])

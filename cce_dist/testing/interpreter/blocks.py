@@ -21,6 +21,7 @@ from cce_dist.testing.interpreter.ops import (
     dtype_of,
     like_of,
     plan_of,
+    sign_of,
 )
 
 # Functions of triton.language and of its `math`.
@@ -92,7 +93,7 @@ def _arange(tools: Tools, slow: Function) -> Function:
 
 
 def _full(tools: Tools, slow: Function) -> Function:
-    """Returns the stand-in that fills a block with a number. Triton, too, takes -0.0 for 0."""
+    """Returns the stand-in that fills a block with a number."""
     constexpr, known = tools.core.constexpr, {}
 
     def full(shape: Any, value: Any, dtype: Any, _semantic: Any = None) -> Any:
@@ -101,7 +102,7 @@ def _full(tools: Tools, slow: Function) -> Function:
             return slow(shape, value, dtype)
         sizes = shape.value if type(shape) is constexpr else shape
         sizes = tuple([size.value if type(size) is constexpr else size for size in sizes])
-        key = (sizes, type(number), number, dtype.name)
+        key = (sizes, type(number), number, sign_of(number), dtype.name)
         if key not in known:
             result = slow(shape, value, dtype)
             known[key] = result.handle.data.copy(), like_of(result)

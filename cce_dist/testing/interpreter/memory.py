@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cce_dist.testing.interpreter.ops import UNKNOWN, Function, Makers, Tools, like_of
+from cce_dist.testing.interpreter.ops import UNKNOWN, Function, Makers, Tools, like_of, sign_of
 
 # Triton's loads and stores are faster for fewer elements.
 SMALL = 96
@@ -234,7 +234,7 @@ def _access(tools: Tools, run: Function) -> Function:
             return (operand if same else semantic.cast(operand, dtype)).handle.data
         if operand is None:
             return None
-        key = (type(operand), operand, dtype.name)
+        key = (type(operand), operand, sign_of(operand), dtype.name)
         if key not in numbers:
             numbers[key] = semantic.cast(tools.number(operand), dtype).handle.data
         return numbers[key]

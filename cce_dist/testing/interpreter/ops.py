@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -172,12 +173,12 @@ def _number(interpreter: Any) -> Function:
     """Returns a function that gives Triton's tensor of a number, the same for equal numbers."""
 
     @functools.lru_cache(maxsize=None, typed=True)
-    def number(value: Any) -> Any:
+    def number(value: Any, sign: float) -> Any:
         scalar = interpreter.interpreter_semantic.to_tensor(value)
         scalar.handle.data.flags.writeable = False
         return scalar
 
-    return number
+    return lambda value: number(value, sign_of(value))
 
 
 def _typed_number(interpreter: Any, core: Any) -> Function:
@@ -187,7 +188,7 @@ def _typed_number(interpreter: Any, core: Any) -> Function:
     """
 
     @functools.lru_cache(maxsize=None, typed=True)
-    def typed_number(value: Any, name: str) -> Any:
+    def typed_number(value: Any, name: str, sign: float) -> Any:
         if name not in NUMPY_DTYPES or name == "int1":
             return None
         dtype = core.dtype(name)
@@ -199,7 +200,12 @@ def _typed_number(interpreter: Any, core: Any) -> Function:
         scalar.handle.data.flags.writeable = False
         return scalar
 
-    return typed_number
+    return lambda value, name: typed_number(value, name, sign_of(value))
+
+
+def sign_of(value: float) -> float:
+    """Returns what tells -0.0 from 0.0, which are equal, in the key of a number."""
+    return math.copysign(1.0, value)
 
 
 def dtype_of(operand: Any) -> Any:

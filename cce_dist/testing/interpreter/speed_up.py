@@ -59,18 +59,8 @@ def speed_up_interpreter() -> None:
     types: Any = core
     block = types.block_type
     block.__init__ = _remembering_shapes(block.__init__)
-    # Each is of a type's name and shape alone; the interpreter makes a table or an object a call.
-    dtype_of = interpreter._get_np_dtype
-    interpreter._get_np_dtype = _remembering(dtype_of, lambda dtype: dtype.scalar.name)
-    element_type, to_ir = block.with_element_ty, block.to_ir
-    block.with_element_ty = _remembering(element_type, lambda self, to: (to.name, self.sizes))
-    block.to_ir = _remembering(to_ir, lambda self, _: (self.element_ty.name, self.sizes))
     types.tensor.__init__ = _sharing_shapes(types.tensor.__init__)
-    types.dtype.__eq__ = _equal_to_itself(types.dtype.__eq__)
-    types._unwrap_if_constexpr = _unwrapping_constants(types._unwrap_if_constexpr, core)
-    semantic = interpreter.interpreter_semantic
-    semantic.broadcast_impl_value = _broadcasting_less(interpreter, block)
-    semantic.binary_op_type_checking_impl = _checking_less(interpreter, types)
+    interpreter._get_np_dtype = _remembering_dtypes(interpreter._get_np_dtype)
     tools = make_tools(interpreter, types)
     language = interpreter.tl
     language.sort = functools.wraps(language.sort)(sort_of(tools, language.sort))
@@ -205,17 +195,17 @@ def _calling_directly(interpreter: Any, stand_in: Callable[..., Any]) -> Callabl
     return patch
 
 
-def _remembering(function: Callable[..., Any], key_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls the function once for each key of arguments."""
-    known: dict[Any, Any] = {}
+def _remembering_dtypes(numpy_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Gives NumPy's dtype of a type by the name of its elements; Triton makes a table a call."""
+    known: dict[str, Any] = {}
 
-    def remember(*args: Any) -> Any:
-        key = key_of(*args)
-        if key not in known:
-            known[key] = function(*args)
-        return known[key]
+    def dtype_of(of: Any) -> Any:
+        name = of.scalar.name
+        if name not in known:
+            known[name] = numpy_dtype_of(of)
+        return known[name]
 
-    return remember
+    return dtype_of
 
 
 def _remembering_shapes(make: Callable[..., None]) -> Callable[..., None]:
@@ -251,114 +241,3 @@ def _sharing_shapes(make: Callable[..., None]) -> Callable[..., None]:
         self.numel, self.shape = known[sizes]
 
     return make_tensor
-
-
-def _checking_less(interpreter: Any, core: Any) -> Callable[..., tuple[Any, Any]]:
-    """Returns a function that checks and converts the two operands of an operation.
-
-    Checks and conversions depend only on types and numbers, and are remembered. Operands of equal
-    type stay as they are, as do a block of pointers and an operand of integers.
-    """
-    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
-    check = semantic.binary_op_type_checking_impl
-    tensor, dtype = core.tensor, core.dtype
-    known: dict[Any, tuple[Any, Any]] = {}
-
-    def kind_of(operand: Any) -> Any:
-        if type(operand) is tensor:
-            return operand.dtype.name if type(operand.dtype) is dtype else None
-        return (type(operand), operand) if type(operand) in (int, float) else None
-
-    def example_of(operand: Any) -> Any:
-        if type(operand) is not tensor:
-            return operand
-        return semantic.tensor(builder.get_null_value(operand.dtype), operand.dtype)
-
-    def as_in(example: Any, operand: Any) -> Any:
-        if type(operand) is tensor:
-            same = operand.dtype.name == example.dtype.name
-            return operand if same else semantic.cast(operand, example.dtype)
-        handle = interpreter.TensorHandle(example.handle.data, example.handle.dtype)
-        return semantic.tensor(handle, example.type)
-
-    def check_less(
-        lhs: Any,
-        rhs: Any,
-        allow_lhs_ptr: bool = False,
-        allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True,
-        div_or_mod: bool = False,
-    ) -> tuple[Any, Any]:
-        left, right = kind_of(lhs), kind_of(rhs)
-        flags = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-        if left is None or right is None:
-            pointers = allow_lhs_ptr and type(lhs) is tensor and lhs.dtype.is_ptr()
-            if pointers and type(right) is str and rhs.dtype.is_int():
-                return semantic.broadcast_impl_value(lhs, rhs)
-            return check(lhs, rhs, *flags)
-        if type(left) is str and left == right and not (div_or_mod and left in ("fp16", "bf16")):
-            return semantic.broadcast_impl_value(lhs, rhs)
-        key = (left, right, flags)
-        if key not in known:
-            examples = check(example_of(lhs), example_of(rhs), *flags)
-            for example in examples:
-                # A number's array is shared from here on.
-                example.handle.data.flags.writeable = False
-            known[key] = examples
-        first, second = known[key]
-        return semantic.broadcast_impl_value(as_in(first, lhs), as_in(second, rhs))
-
-    return check_less
-
-
-def _broadcasting_less(interpreter: Any, block_type: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Returns a function that broadcasts two operands; most have the shape already, and stay."""
-    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
-    broadcast = semantic.broadcast_impl_value
-
-    def expanded(operand: Any, sizes: tuple[int, ...]) -> Any:
-        if operand.type.sizes == sizes:
-            return operand
-        handle = builder.create_broadcast(operand.handle, sizes)
-        return semantic.tensor(handle, block_type(operand.type.scalar, list(sizes)))
-
-    def splat(operand: Any, type: Any) -> Any:
-        of_block = type.with_element_ty(operand.dtype)
-        return semantic.tensor(builder.create_splat(of_block, operand.handle), of_block)
-
-    def broadcast_impl_value(lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        if not lhs.type.is_block():
-            return (splat(lhs, rhs.type) if rhs.type.is_block() else lhs), rhs
-        if not rhs.type.is_block():
-            return lhs, splat(rhs, lhs.type)
-        left, right = lhs.type.sizes, rhs.type.sizes
-        if left == right:
-            return lhs, rhs
-        if len(left) != len(right) or any(
-            one != other and 1 not in (one, other) for one, other in zip(left, right, strict=True)
-        ):
-            return broadcast(lhs, rhs)
-        sizes = tuple([max(pair) for pair in zip(left, right, strict=True)])
-        return expanded(lhs, sizes), expanded(rhs, sizes)
-
-    return broadcast_impl_value
-
-
-def _equal_to_itself(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Compares types by identity first: most types exist once, so that names rarely count."""
-    return lambda self, other: self is other or equal(self, other)
-
-
-def _unwrapping_constants(unwrap: Callable[[Any], Any], core: Any) -> Callable[[Any], Any]:
-    """Returns a function that gives a constant's value; common types, which stay, come first."""
-    sequences = (list, tuple, core.tuple)
-    plain = {core.tensor, int, float, bool, type(None)}
-
-    def unwrap_if_constexpr(value: Any) -> Any:
-        if type(value) in plain:
-            return value
-        if isinstance(value, core.constexpr):
-            return value.value
-        return unwrap(value) if isinstance(value, sequences) else value
-
-    return unwrap_if_constexpr
