@@ -167,7 +167,6 @@ def make_inputs(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    seed: int = 0,
 ) -> BenchInputs:
     """Makes random inputs, or reads those that `cce-dist bench capture` wrote to a file.
 
@@ -194,7 +193,7 @@ def make_inputs(
         # A file of an older version has neither counts nor training.
         counts, training = stored.get("token_counts"), stored.get("training", {})
         return BenchInputs(Path(kind).stem, *tensors, counts, training)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     num_tokens, vocab_size, dim = shape.num_tokens, shape.vocab_size, shape.dim
     if kind.startswith("zipf"):
         drawn = zipf_tensors(num_tokens, vocab_size, dim, generator=generator, dtype=dtype)

@@ -91,7 +91,6 @@ def zipf_inputs(
     *,
     generator: torch.Generator,
     dtype: torch.dtype = torch.float32,
-    num_candidates: int = 6,
 ) -> Inputs:
     """Imitates a trained model's softmax: most columns hold next to no mass.
 
@@ -112,7 +111,7 @@ def zipf_inputs(
 
     num_contexts = -(-num_tokens // 16)
     unigram = log_frequency.exp()
-    num_candidates = min(num_candidates, num_classes)
+    num_candidates = min(6, num_classes)
     hidden = torch.zeros(num_tokens, dim, dtype=torch.float64)
     if num_tokens:
         candidates = torch.multinomial(
@@ -158,20 +157,18 @@ Factors = Mapping[str, Sequence[Any]]
 Allowed = Callable[[Row], bool]
 
 
-def pairwise(factors: Factors, allowed: Allowed = lambda row: True, *, seed: int = 0) -> list[Row]:
+def pairwise(factors: Factors, allowed: Allowed = lambda row: True) -> list[Row]:
     """Returns rows in which every pair of values that `allowed` admits occurs at least once."""
-    every = _candidates(factors, allowed, seed)
+    every = _candidates(factors, allowed)
     return _covering(every, _standing(factors, every, 2), [0] * len(every))
 
 
-def each_choice(
-    factors: Factors, allowed: Allowed = lambda row: True, *, seed: int = 0
-) -> list[Row]:
+def each_choice(factors: Factors, allowed: Allowed = lambda row: True) -> list[Row]:
     """Returns rows in which every value that `allowed` admits occurs at least once.
 
     There are as many rows as the longest factor has values, or a few more.
     """
-    every = _candidates(factors, allowed, seed)
+    every = _candidates(factors, allowed)
     return _covering(every, _standing(factors, every, 1), _standing(factors, every, 2))
 
 
@@ -206,9 +203,9 @@ def _standing(factors: Factors, rows: Sequence[Row], size: int) -> list[int]:
     return sets
 
 
-def _candidates(factors: Factors, allowed: Allowed, seed: int) -> list[Row]:
+def _candidates(factors: Factors, allowed: Allowed) -> list[Row]:
     """Returns allowed rows in random order: all of them, or 4000 where there are more."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     if math.prod(len(values) for values in factors.values()) <= 4000:
         every = [
             dict(zip(factors, row, strict=True)) for row in itertools.product(*factors.values())
