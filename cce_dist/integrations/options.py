@@ -19,3 +19,12 @@ def keywords_of(options: LossOptions, *, of_tokens: bool) -> dict[str, Any]:
     if of_tokens and options.gradient == "in_forward":
         keywords["gradient"] = "filtered"
     return keywords
+
+
+def differences(old: LossOptions, new: LossOptions) -> tuple[str, str]:
+    """Returns the options in which two sets differ, of each as text for a message."""
+    names = [name for name in OPTIONS if getattr(old, name) != getattr(new, name)]
+    first, second = (
+        ", ".join(f"{name}={getattr(each, name)!r}" for name in names) for each in (old, new)
+    )
+    return first, second

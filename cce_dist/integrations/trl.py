@@ -1,4 +1,4 @@
-"""Replaces the loss of TRL's trainers: SFT, DPO, KTO, GRPO, RLOO and experimental AsyncGRPO.
+"""Replaces the loss of TRL's trainers: SFT, DPO, KTO, GRPO, RLOO, experimental AsyncGRPO and GMPO.
 
 All of them call `apply` of one autograd function of TRL, found under a module's name at each call.
 An object of the same signature takes that name. `trl_mask` has the tokens that they ignore,
@@ -21,7 +21,7 @@ from cce_dist import LossOptions, linear_cross_entropy
 from cce_dist.backends.choose import TORCH, choose_backend
 from cce_dist.integrations.errors import PatchError
 from cce_dist.integrations.log import logger
-from cce_dist.integrations.options import OPTIONS, keywords_of
+from cce_dist.integrations.options import OPTIONS, differences, keywords_of
 from cce_dist.integrations.trl_distillation import (
     IGNORED,
     Distillation,
@@ -191,9 +191,9 @@ def apply(**options: object) -> Status:
         _State.loss, _State.distillation = _Loss(wanted, original, mask), distillation
         setattr(utils, SEAM, _State.loss)
     elif loss.options != wanted:
+        first, second = differences(loss.options, wanted)
         raise PatchError(
-            f"apply() has been called with {loss.options}, now with {wanted}; call remove() "
-            "between them"
+            f"apply() has been called with {first}, now with {second}; call remove() between them"
         )
     return status()
 

@@ -236,8 +236,8 @@ def test_apply_patches_what_is_made_later() -> None:
     status = integration.apply(gradient="exact")
     assert status.options is not None and status.options.gradient == "exact"
     assert integration.apply(gradient="exact") == status
-    with pytest.raises(PatchError, match="call remove"):
-        integration.apply(gradient="filtered")
+    with pytest.raises(PatchError, match=r"gradient='exact', .* with gradient='filtered', "):
+        integration.apply(gradient="filtered", workspace_bytes=2**20)
     new = make("qwen2")
     assert integration.status().models == ("Qwen2ForCausalLM",)
     assert isinstance(new(**batch()).logits, DeferredLogits)
@@ -325,13 +325,22 @@ def test_refusals() -> None:
         integration.patch(nn.Linear(2, 2))
     with pytest.raises(PatchError, match="LlamaModel cannot be patched: it has no output embed"):
         integration.patch(make("llama").model)
+    # As FSMT's, which looks ids up in it as well, and Musicgen's, one for each codebook.
+    for head in (nn.Embedding(VOCAB_SIZE, 32), nn.ModuleList([nn.Linear(32, VOCAB_SIZE)])):
+        model = make("llama")
+        model.lm_head = head
+        with pytest.raises(PatchError, match=f"one linear map, got {type(head).__name__}"):
+            integration.patch(model)
     model = make("llama")
     with pytest.raises(ValueError, match=r"options must be of gradient, .*, got softcap, zloss"):
         integration.patch(model, softcap=3.0, zloss=1.0)
     with pytest.raises(ValueError, match="gradient must be one of"):
         integration.patch(model, gradient="fast")
     integration.patch(model)
-    with pytest.raises(PatchError, match=r"call remove\(model\) between them"):
+    with pytest.raises(
+        PatchError,
+        match=r"with gradient='filtered', now asked for gradient='exact'; call remove\(model\)",
+    ):
         integration.patch(model, gradient="exact")
     # A head that is no linear map, and a forward that does not call its head.
     model.lm_head = nn.Sequential(nn.Linear(32, VOCAB_SIZE), nn.GELU())

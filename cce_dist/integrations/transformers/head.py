@@ -69,11 +69,14 @@ class Deferral:
         for each in self.compiled:
             if each._forward_hooks or each._forward_pre_hooks:
                 self._refuse("a hook of its compiled head would not run; give it to the head")
-        for hook in (hook for x in self.head.modules() for hook in x._forward_hooks.values()):
-            if not comes_from_wrapper(hook):
+        for name in ("forward_hooks", "backward_hooks", "backward_pre_hooks"):
+            hooks = (
+                x for module in self.head.modules() for x in getattr(module, f"_{name}").values()
+            )
+            for hook in (x for x in hooks if not comes_from_wrapper(x)):
                 self._refuse(
-                    f"a forward hook of its head, {hook}, would get the loss in place of logits; "
-                    "remove the hook"
+                    f"one of the {name} of its head, {hook}, would get the loss, or its gradient, "
+                    "in place of logits; remove the hook"
                 )
         outer = getattr(self.inside.forward, "__self__", None)
         self.outer = outer if isinstance(outer, Deferral) else None
@@ -287,6 +290,10 @@ def require_linear(name: str, head: Any) -> None:
     if not isinstance(head, nn.Module):
         raise PatchError(
             f"{name} cannot be patched: it has no output embeddings, which the loss would replace"
+        )
+    if isinstance(head, (nn.Embedding, nn.ModuleList)):
+        raise PatchError(
+            f"{name} cannot be patched: its head must be one linear map, got {type(head).__name__}"
         )
     for module in head.modules():
         weight = getattr(module, "weight", None)

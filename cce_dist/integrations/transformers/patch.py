@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from cce_dist import LossOptions
 from cce_dist.integrations.errors import PatchError
 from cce_dist.integrations.log import logger
-from cce_dist.integrations.options import OPTIONS
+from cce_dist.integrations.options import OPTIONS, differences
 from cce_dist.integrations.transformers.forward import (
     ATTRIBUTE,
     Patch,
@@ -70,8 +70,9 @@ def patch(model: Any, **options: object) -> Any:
     inner = model_in(model)
     old = patch_of(inner)
     if old is not None and old.options != wanted:
+        first, second = differences(old.options, wanted)
         raise PatchError(
-            f"{type(inner).__name__} is patched with {old.options}, now asked for {wanted}; call "
+            f"{type(inner).__name__} is patched with {first}, now asked for {second}; call "
             "remove(model) between them"
         )
     if old is None or not _is_held(inner, old):
@@ -91,9 +92,10 @@ def apply(**options: object) -> Status:
     wanted = _options_of(options)
     if _State.options is not None:
         if _State.options != wanted:
+            first, second = differences(_State.options, wanted)
             raise PatchError(
-                f"apply() has been called with {_State.options}, now with {wanted}; call remove() "
-                "between them"
+                f"apply() has been called with {first}, now with {second}; call remove() between "
+                "them"
             )
         return status()
     original = _State.post_init = PreTrainedModel.post_init
