@@ -36,6 +36,8 @@ _MLA = {
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
 }
+_GEMMA = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE}
+_GEMMA |= {"num_kv_shared_layers": 0}
 # Model type -> what its configuration has beside the usual keys; None: it has no such key.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -91,6 +93,33 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "bitnet": {},
     "persimmon": {},
     "bert": {"is_decoder": True},
+    "minicpm3": {**_MLA, "dim_model_base": 8},
+    "hyperclovax": {"logits_scaling": 0.25},
+    "nanochat": {"final_logit_softcapping": 5.0},
+    "recurrent_gemma": {"logits_soft_cap": 5.0, "lru_width": 32, "num_hidden_layers": 3},
+    "gemma3n_text": {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
+    # With 32 its own fp32 rounding is larger than the bound.
+    "gemma4_text": {**_GEMMA, "final_logit_softcapping": 5.0, "hidden_size": 64},
+    "vaultgemma": {"final_logit_softcapping": 5.0},
+    "granitemoehybrid": {
+        **_EXPERTS,
+        **{"num_local_experts": 4, "logits_scaling": 4.0, "layer_types": ["mamba", "attention"]},
+        **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_chunk_size": 8},
+    },
+    "jamba": {
+        **{**_EXPERTS, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+        **{"mamba_d_state": 4, "use_mamba_kernels": False},
+    },
+    "qwen3_next": {
+        **{**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 16},
+        **{"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4},
+        **{"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        **{"shared_expert_intermediate_size": 16},
+    },
+    "ernie4_5_moe": {**_EXPERTS, "moe_num_experts": 4, "moe_intermediate_size": 16},
+    "jetmoe": {**_EXPERTS, "num_local_experts": 4, "kv_channels": 8},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 
 

@@ -36,6 +36,11 @@ IMAGES = {"<image>": 3, **{f"IMGIMG{chr(65 + i)}Z": 4 + i for i in range(8)}}
 # Name of the configuration, of the model if it is another, and what the configuration has.
 MODELS: dict[str, dict[str, Any]] = {
     "T5": {**T5, "num_heads": 4, "decoder_start_token_id": 0},
+    "SwitchTransformers": {
+        **{**T5, "num_heads": 4, "decoder_start_token_id": 0, "num_experts": 4},
+        **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+        **{"router_z_loss_coef": 0.1, "router_jitter_noise": 0.0},
+    },
     "Bart": {**SIZES, "max_position_embeddings": 64},
     "Whisper": {
         **{**SIZES, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 64},
@@ -100,6 +105,8 @@ def make(name: str) -> Any:
 
 def inputs_of(name: str) -> dict[str, torch.Tensor]:
     inputs = batch()
+    if name == "SwitchTransformers":
+        return {**inputs, "output_router_logits": torch.tensor(True)}
     if name == "Whisper":
         return {"labels": inputs["labels"], "input_features": torch.randn(2, 8, 40)}
     if name in ("Gemma3", "PaliGemma"):
@@ -115,16 +122,39 @@ def inputs_of(name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "Chameleon"])
 def test_models(name: str) -> None:
-    model, inputs = make(name), inputs_of(name)
+    check_same(make(name), inputs_of(name))
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_a_masked_model(sparse: bool) -> None:
+    config = transformers.ModernBertConfig(
+        **TEXT, sep_token_id=2, cls_token_id=1, sparse_prediction=sparse
+    )
+    check_same(prepared(transformers.ModernBertForMaskedLM(config)), batch())
+
+
+def test_two_losses_of_a_model() -> None:
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=4, n_positions=64, num_labels=1
+    )
+    model = prepared(transformers.GPT2DoubleHeadsModel(config))
+    inputs = {name: x.view(1, 2, -1) for name, x in batch().items()}
+    choices = {"mc_token_ids": torch.tensor([[15, 16]]), "mc_labels": torch.tensor([1])}
+    check_same(model, {**inputs, **choices})
+
+
+def check_same(model: Any, inputs: dict[str, torch.Tensor]) -> None:
+    """Checks each loss of a model and its gradients before and after the patch."""
     results = []
     for patch in (False, True):
         if patch:
             integration.patch(model)
         model.zero_grad()
         output = model(**inputs)
-        output.loss.backward()
+        losses = {key: x for key, x in output.items() if key.endswith("loss")}
+        (output.loss + losses.get("mc_loss", 0)).backward()
         grads = {key: x.grad.clone() for key, x in model.named_parameters() if x.grad is not None}
-        results.append((output.loss.detach(), grads))
+        results.append(({key: x.detach() for key, x in losses.items()}, grads))
     assert not output.logits.is_computed
     torch.testing.assert_close(results[1], results[0], atol=1e-6, rtol=1e-4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +108,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "beta": 0.1,
         "entropy_coef": 0.01,
     },
+    "GMPO": {"max_steps": 3, "num_generations": 2, "max_completion_length": 4, "beta": 0.1},
     "RLOO": {"max_steps": 2, "num_generations": 2, "max_completion_length": 4},
 }
 
@@ -134,9 +136,10 @@ def trainer_of(case: str, tokenizer: Any, saved: str, folder: Path) -> Any:
         "gradient_checkpointing": False,
         **OPTIONS[case],
     }
-    args = getattr(trl, f"{name}Config")(**options)
-    keywords = {"reward_funcs": reward} if name in ("GRPO", "RLOO") else {}
-    return getattr(trl, f"{name}Trainer")(
+    module = trl if name != "GMPO" else importlib.import_module("trl.experimental.gmpo")
+    args = getattr(module, f"{name}Config")(**options)
+    keywords = {"reward_funcs": reward} if name in ("GMPO", "GRPO", "RLOO") else {}
+    return getattr(module, f"{name}Trainer")(
         model=saved,
         args=args,
         train_dataset=dataset_of(name),
