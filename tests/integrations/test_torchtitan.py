@@ -1,4 +1,4 @@
-"""torchtitan's own Trainer on a tiny Llama: with the converter "cce" as without it."""
+"""torchtitan's own Trainer on a tiny Llama, or experts: with the converter "cce" as without it."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def titan_pools() -> Iterator[dict[int, RankPool]]:
             "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op",
             id="one process",
         ),
+        pytest.param(1, "--training.steps 20 --model.name experts", id="experts"),
         # The unit of norm and head is told to free its weights.
         pytest.param(
             2,

@@ -102,6 +102,30 @@ def tiny_spec() -> Any:
     )
 
 
+def spec_of_experts() -> Any:
+    """A tiny Qwen3 with experts, whose router's bias the optimizer's hook balances."""
+    from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
+    from torchtitan.models import qwen3
+    from torchtitan.models.moe import MoEArgs
+
+    args = qwen3.Qwen3ModelArgs(
+        **{"dim": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8},
+        **{"vocab_size": VOCABULARY, "max_seq_len": 64, "moe_enabled": True, "moe_inter_dim": 16},
+        moe_args=MoEArgs(num_experts=4, top_k=2, use_grouped_mm=False),
+    )
+    return dataclasses.replace(
+        tiny_spec(),
+        model_cls=qwen3.Qwen3Model,
+        model_args={"tiny": args},
+        parallelize_fn=qwen3.get_train_spec().parallelize_fn,
+        build_optimizers_fn=build_optimizers_with_moe_load_balancing,
+    )
+
+
+def count_tokens(experts: Tensor, bins: int, **bounds: int) -> Tensor:
+    return torch.bincount(experts.flatten(), minlength=bins)
+
+
 @contextlib.contextmanager
 def on_a_cpu() -> Iterator[None]:
     """Takes away what torchtitan does on GPUs alone, and what it warns of on CPUs."""
@@ -116,6 +140,8 @@ def on_a_cpu() -> Iterator[None]:
         ),
         mock.patch("torchtitan.distributed.utils.set_pg_timeouts"),
         mock.patch("time.sleep"),
+        # torch has none of integers for CPUs.
+        mock.patch("torch.histc", count_tokens),
         mock.patch.object(validate, "build_text_validation_dataloader", held_out),
         warnings.catch_warnings(),
     ):
@@ -144,7 +170,7 @@ def curves(group: Any, arguments: str, *, dense: bool = False) -> dict[str, Any]
     logger.addHandler(handler)
     with (
         on_a_cpu(),
-        mock.patch.dict(train_spec._extra_train_specs, tiny=tiny_spec()),
+        mock.patch.dict(train_spec._extra_train_specs, tiny=tiny_spec(), experts=spec_of_experts()),
         mock.patch.dict(os.environ, LOCAL_RANK=str(group.rank())),
         mock.patch.object(loss, "cross_entropy_loss", of_logits),
     ):
