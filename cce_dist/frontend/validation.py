@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cce_dist.core.tracing import is_fake, is_traced
 from cce_dist.core.types import accumulate_dtype
@@ -38,7 +39,17 @@ def require_tensor(name: str, value: object) -> Tensor:
     if value.layout != torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else f"one of {value.layout}"
         raise ValueError(f"{name} must be a dense tensor, got {kind}")
+    if type(value) not in (Tensor, nn.Parameter) and _is_made_of_others(value):
+        raise ValueError(
+            f"{name} must be a plain tensor or a DTensor, got {type(value)}, which has no memory "
+            "of its own: dequantise it if it is a quantised weight"
+        )
     return value
+
+
+def _is_made_of_others(value: Tensor) -> bool:
+    """Tells whether other tensors hold a tensor's values, as torchao's quantised weights."""
+    return is_traceable_wrapper_subclass(value) and not type(value).__module__.startswith("torch.")
 
 
 def require_values(name: str, tensor: Tensor) -> None:

@@ -310,8 +310,16 @@ def test_quantised_heads_are_refused(name: str) -> None:
         integration.patch(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-def test_heads_of_integers_are_refused(dtype: torch.dtype) -> None:
+def test_a_quantised_weight_of_a_plain_head_is_refused() -> None:
+    quantised: Any = type("Int8Tensor", (Tensor,), {"__module__": "torchao.quantization"})
+    model = make("llama")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(quantised))
+    with pytest.raises(PatchError, match="its head is a Linear, whose weight is quantised"):
+        integration.patch(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn], ids=str)
+def test_heads_of_8_bits_are_refused(dtype: torch.dtype) -> None:
     """Of a quantiser that nobody knows here."""
     model = make("llama")
     weight = torch.zeros(VOCAB_SIZE, 32, dtype=dtype)
@@ -342,6 +350,9 @@ def test_refusals() -> None:
         match=r"with gradient='filtered', now asked for gradient='exact'; call remove\(model\)",
     ):
         integration.patch(model, gradient="exact")
+    # Nor have tensors without values a loss.
+    with pytest.raises(PatchError, match="it is on the meta device"):
+        copy.deepcopy(model).to("meta")(**{name: x.to("meta") for name, x in batch().items()})
     # A head that is no linear map, and a forward that does not call its head.
     model.lm_head = nn.Sequential(nn.Linear(32, VOCAB_SIZE), nn.GELU())
     with pytest.raises(PatchError, match=r"forward applies gelu|is no linear map"):

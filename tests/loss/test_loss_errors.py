@@ -26,6 +26,30 @@ def arguments(**changed: Any) -> dict[str, Any]:
     return {**made, **changed}
 
 
+class Rows(torch.Tensor):
+    """A tensor that holds another one, as torchao's quantised weights do."""
+
+    def __new__(cls, inner: torch.Tensor) -> Rows:
+        return cls._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, torch.Tensor], *others: Any) -> Rows:
+        return Rows(tensors["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+    def __repr__(self, **_: Any) -> str:
+        return "Rows"
+
+
 SHARED = torch.ones(V, D, requires_grad=True)
 TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     "hidden_list": ({"hidden": [[1.0] * D] * N}, r"hidden must be a torch.Tensor.*list"),
@@ -100,6 +124,10 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     "hidden_float8": (
         {"hidden": torch.ones(N, D).to(torch.float8_e4m3fn)},
         r"hidden must be bf16, .*float8_e4m3fn: a quantised hidden is not supported",
+    ),
+    "weight_of_torchao": (
+        {"weight": Rows(torch.ones(V, D))},
+        r"weight must be a plain tensor or a DTensor, got .*Rows.*dequantise it",
     ),
     "weight_int64": (
         {"weight": torch.ones(V, D, dtype=torch.int64)},

@@ -30,6 +30,8 @@ from cce_dist.integrations.transformers.expression import (
 )
 from cce_dist.integrations.transformers.logits import DeferredLogits, not_compiled
 
+QUANTISERS = ("bitsandbytes", "torchao", "optimum")
+
 
 class Deferral:
     """From `begin` to `end` a call of the head returns deferred logits.
@@ -118,6 +120,8 @@ class Deferral:
     def defer(self, hidden: Tensor) -> DeferredLogits:
         """Returns the logits of [..., D], not computed."""
         call = self.call
+        if hidden.is_meta:
+            self._refuse("it is on the meta device, whose tensors hold no values")
         # A held weight's id is no other's.
         self.weights, self.state = list(self.head.parameters()), _state_of(self.head)
         call.dtype = _autocast_dtype(hidden)
@@ -297,8 +301,12 @@ def require_linear(name: str, head: Any) -> None:
         )
     for module in head.modules():
         weight = getattr(module, "weight", None)
-        quantised = isinstance(weight, Tensor) and not weight.dtype.is_floating_point
-        if quantised or type(module).__module__.split(".")[0] in ("bitsandbytes", "torchao"):
+        dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
+        quantised = not dtype.is_floating_point or dtype.itemsize < 2
+        # torchao's weights are tensors of its own in a plain nn.Linear, whose dtype is as before.
+        if quantised or any(
+            type(x).__module__.split(".")[0] in QUANTISERS for x in (module, weight)
+        ):
             raise PatchError(
                 f"{name} cannot be patched: its head is a {type(module).__name__}, whose weight is "
                 "quantised; leave the head out of the quantisation (llm_int8_skip_modules)"
