@@ -233,7 +233,7 @@ def test_a_second_thread_is_refused(llama: Any) -> None:
 def test_what_would_get_the_loss_or_no_gradient_is_refused(llama: Any) -> None:
     integration.patch(llama)
     handle = llama.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
-    with pytest.raises(PatchError, match="one of the forward_hooks of its head"):
+    with pytest.raises(PatchError, match="forward hook of its head"):
         llama(**BATCH)
     handle.remove()
     for register in (
@@ -241,7 +241,7 @@ def test_what_would_get_the_loss_or_no_gradient_is_refused(llama: Any) -> None:
         llama.lm_head.register_full_backward_pre_hook,
     ):
         handle = register(lambda *_: None)
-        with pytest.raises(PatchError, match=r"one of the backward_(pre_)?hooks of its head"):
+        with pytest.raises(PatchError, match="a backward hook of its head"):
             llama(**BATCH)
         handle.remove()
     logits = llama(**BATCH).logits

@@ -77,8 +77,8 @@ class Deferral:
             )
             for hook in (x for x in hooks if not comes_from_wrapper(x)):
                 self._refuse(
-                    f"one of the {name} of its head, {hook}, would get the loss, or its gradient, "
-                    "in place of logits; remove the hook"
+                    f"a {name.split('_')[0]} hook of its head, {hook}, would get the loss, or its "
+                    "gradient, in place of logits; remove the hook"
                 )
         outer = getattr(self.inside.forward, "__self__", None)
         self.outer = outer if isinstance(outer, Deferral) else None
