@@ -16,6 +16,7 @@ from cce_dist.algorithm.once import once_differentiable, outside_autocast
 from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.protocol import PairsGrads, PairsRequest
 from cce_dist.backends.torch.top import first_largest
+from cce_dist.core.phases import in_phase
 from cce_dist.core.types import Head, Pairs, Tokens, accumulate_dtype
 from cce_dist.ranks.gather import all_gather, require, require_same_sizes
 from cce_dist.ranks.hidden_sum import SumOverRanks
@@ -111,7 +112,8 @@ def _sum_over_ranks(logits: Tensor, pairs: Pairs, plan: Plan) -> Tensor:
     assert plan.group is not None
     digest = _digest(pairs).to(logits.dtype)
     total = torch.cat([logits, digest])
-    all_reduce(total, plan.group)
+    with in_phase("merge"):
+        all_reduce(total, plan.group)
     rule = "every rank of the group must list the same ids in the same order (support, candidates)"
     same = total[-1] == size * digest[0]
     require(same, lambda: f"{rule}, got others on rank {group_rank(plan.group)}", rule)

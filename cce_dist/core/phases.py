@@ -1,9 +1,9 @@
 """The phase of a step that this process is in, for code that watches over ranks.
 
-The loss reports the phases `merge` and `reduce`, in which it talks to other ranks; a training job
-adds phases. A report sends nothing, and no device waits for it. Watchers belong to the process, not
-to a thread: autograd and pipelines run threads. A CUDA graph reports its phases when it is
-captured, not when it is replayed.
+The loss reports the phases `merge` and `reduce`, in which it talks to other ranks, and none without
+a group; a training job adds phases. A report sends nothing, and no device waits for it. Watchers
+belong to the process, not to a thread: autograd and pipelines run threads. A CUDA graph reports its
+phases when it is captured, not when it is replayed.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ def merge(
         of_targets = (local.lse, local.target_logit) if has_targets else ()
         sums = torch.stack([*local.sums, *of_targets])
     if not checks:
-        parts = all_gather(sums, plan.group)
+        parts = all_gather(sums, plan.group, begins=True)
         if kernels is None:
             return _merged(parts, divergences, full, dtype)
         return FirstPass.of_rows(kernels.merge(parts), full)
@@ -324,7 +324,7 @@ def merge(
         message = torch.cat([encode(*header, sums), full, sums.flatten()])
     else:
         message = kernels.pack(sums, full, digits_of(*header))
-    messages = all_gather(message, plan.group)
+    messages = all_gather(message, plan.group, begins=True)
     headers, full = messages[:, :NUM_DIGITS], messages[:, NUM_DIGITS].sum(0, keepdim=True)
     if kernels is None:
         parts = messages[:, NUM_DIGITS + 1 :].view(len(messages), *sums.shape)

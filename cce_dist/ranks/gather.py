@@ -30,9 +30,15 @@ if TYPE_CHECKING:
 Issue = Callable[[Callable[[], object]], Callable[[], object]]
 
 
-def all_gather(tensor: Tensor, group: Group | None) -> Tensor:
-    """Gathers a tensor [...] of every rank: [W, ...] in rank order."""
-    return start_all_gather(tensor, group, async_op=False)()
+def all_gather(tensor: Tensor, group: Group | None, *, begins: bool = False) -> Tensor:
+    """Gathers a tensor [...] of every rank in the phase `merge`: [W, ...] in rank order.
+
+    Args: begins: see `in_phase`.
+    """
+    if group is None:
+        return tensor[None]
+    with in_phase("merge", begins=begins):
+        return start_all_gather(tensor, group, async_op=False)()
 
 
 def start_all_gather(
@@ -94,7 +100,6 @@ def gather_numbers(numbers: list[int], group: Group | None) -> list[list[int]]:
 
 
 @observed
-@in_phase("merge", begins=False)
 def require_same_sizes(sizes: Mapping[str, int], device: torch.device, group: Group | None) -> None:
     """Checks that all ranks are about to send tensors of the same sizes.
 

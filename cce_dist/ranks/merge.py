@@ -77,10 +77,12 @@ def all_reduce_logaddexp(
     sizes = {"elements": tensor.numel(), "bytes an element": tensor.element_size()}
     require_same_sizes(sizes, tensor.device, ranks)
     if adapter is None:
-        merged = logaddexp_parts(_widened(all_gather(tensor.reshape(-1), ranks)))
+        parts = all_gather(tensor.reshape(-1), ranks, begins=True)
+        merged = logaddexp_parts(_widened(parts))
     else:
         records = Stats.record_of(_widened(tensor.reshape(-1)))
-        adapter.all_reduce_logaddexp(records, ())
+        with in_phase("merge"):
+            adapter.all_reduce_logaddexp(records, ())
         merged = Stats.lse_of(records)
     return merged.to(tensor.dtype).view(tensor.shape)
 
@@ -113,7 +115,10 @@ def merge_stats(
     return start_merge_stats(local, shard, group, count, kernels, async_op=False)()
 
 
-@in_phase("merge")
+# A group of one rank tells of no phase: it waits for nobody.
+_start_gather = in_phase("merge")(start_all_gather)
+
+
 def start_merge_stats(
     local: Stats,
     shard: VocabShard,
@@ -137,7 +142,7 @@ def start_merge_stats(
     if kernels is not None and local.is_plain:
         length = 2 * len(local.lse)
         payload = kernels.pack(local.lse, local.target_logit, digits_of(shard, length))
-        gather = start_all_gather(payload, group, async_op=async_op, issue=issue)
+        gather = _start_gather(payload, group, async_op=async_op, issue=issue)
 
         def merge_by_kernel() -> Stats:
             parts = gather()
@@ -148,13 +153,15 @@ def start_merge_stats(
         return merge_by_kernel
     packed = local.pack()
     payload = torch.cat([encode(shard, packed.numel(), packed), packed.flatten()])
-    gather = start_all_gather(payload, group, async_op=async_op, issue=issue)
+    gather = _start_gather(payload, group, async_op=async_op, issue=issue)
     return lambda: _merged(gather(), local, packed, count)
 
 
 def _reduced(adapter: RankGroup, local: Stats, shard: VocabShard, count: Tensor | None) -> Stats:
     records = local.to_records()
-    require_records(adapter.all_reduce_logaddexp(records, record_of(shard, local, count)))
+    with in_phase("merge"):
+        sound = adapter.all_reduce_logaddexp(records, record_of(shard, local, count))
+    require_records(sound)
     merged = local.from_records(records)
     return merged if count is None else zero_beyond(merged, count)
 

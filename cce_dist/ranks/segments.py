@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cce_dist.core.phases import in_phase
 from cce_dist.core.stats import Stats, add_halves, merge_parts, zero_beyond
-from cce_dist.ranks.gather import all_gather, require
+from cce_dist.ranks.gather import all_gather, require, start_all_gather
 from cce_dist.ranks.merge_header import NUM_DIGITS, RULE, decode, encode, flaw, is_sound
 from cce_dist.ranks.transport import group_rank, group_size
 from cce_dist.vocab_shard import VocabShard
@@ -35,7 +35,6 @@ def segment_columns(shard: VocabShard, group: Group | None) -> int:
     return max(1, -(-shard.num_rows * group_size(group) // SEGMENTS))
 
 
-@in_phase("merge")
 def merge_segments(
     local: Stats,  # fields [S, N], of the segments of this rank that have columns
     shard: VocabShard,
@@ -56,7 +55,7 @@ def merge_segments(
     rows = packed[:, None]
     if group is not None:
         payload = torch.cat([encode(shard, packed.numel(), packed), packed.flatten()])
-        parts = all_gather(payload, group)
+        parts = all_gather(payload, group, begins=True)
         # [K, W, S, N]
         rows = parts[:, NUM_DIGITS:].view(len(parts), *packed.shape).transpose(0, 1)
         _require_sound(parts[:, :NUM_DIGITS], local.unpack(rows), count)
@@ -121,7 +120,6 @@ class PairwiseSum:
         return total
 
 
-@in_phase("reduce")
 def sum_in_pairs(
     part: Tensor,  # [num_rows, D] of this rank, in the accumulation dtype
     group: Group | None,
@@ -138,10 +136,11 @@ def sum_in_pairs(
         return part.to(dtype)
     chunk = -(-len(part) // size)
     sums: list[Tensor] = []
-    for rank, rows in enumerate(part.split(max(1, chunk))):
-        total = PairwiseSum()
-        for of_rank in all_gather(rows, group).unbind(0):
-            total.add(of_rank)
-        if not scatter or rank == group_rank(group):
-            sums.append(total.total.to(dtype))
+    with in_phase("reduce"):
+        for rank, rows in enumerate(part.split(max(1, chunk))):
+            total = PairwiseSum()
+            for of_rank in start_all_gather(rows, group, async_op=False)().unbind(0):
+                total.add(of_rank)
+            if not scatter or rank == group_rank(group):
+                sums.append(total.total.to(dtype))
     return torch.cat(sums) if sums else part.to(dtype)

@@ -1,15 +1,27 @@
-"""all_reduce_logaddexp against torch.logsumexp in float64."""
+"""all_reduce_logaddexp against torch.logsumexp in float64; the phases that each entry tells of."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist import all_reduce_logaddexp, linear_cross_entropy
+from cce_dist import (
+    all_reduce_logaddexp,
+    linear_cross_entropy,
+    linear_distillation,
+    listed_distillation,
+    teacher_topk,
+    token_logprobs,
+)
 from cce_dist.core.phases import watched_by
-from cce_dist.testing import CollectiveCounter, shared_pool
+from cce_dist.pipeline.schedules.last_stage import LastStageLoss
+from cce_dist.rl import grpo_loss
+from cce_dist.testing import TORCH_CPU, TRITON_CPU, CollectiveCounter, Place, shared_pool
 
 INF = torch.inf
 WORLD_SIZES = (1, 2, 3, 4)
@@ -124,25 +136,110 @@ def test_all_reduce_logaddexp_refuses_a_bad_group(group: object) -> None:
         all_reduce_logaddexp(torch.ones(2), group)
 
 
-def phases_of_a_loss(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    told: list[tuple[str, str]] = []
+def loss(*tensors: Tensor, **options: Any) -> Any:
+    return linear_cross_entropy(*tensors, **options)
 
-    class Teller:
-        def enter(self, phase: str, begins: bool) -> None:
-            if begins:
-                told.append(("enter", phase))
 
-        def leave(self, phase: str, error: BaseException | None) -> None:
-            told.append(("leave", phase))
+def logprobs(*tensors: Tensor, **options: Any) -> Any:
+    return token_logprobs(*tensors, **options).logprobs.sum()
 
-    hidden = torch.randn(8, 4, requires_grad=True)
-    weight = torch.randn(16, 4).chunk(2)[dist.get_rank(group)].clone().requires_grad_()
-    with watched_by(Teller()):
-        linear_cross_entropy(hidden, weight, torch.arange(8), group=group).backward()
+
+def candidates(*tensors: Tensor, **options: Any) -> Any:
+    found = token_logprobs(*tensors, candidates=tensors[2][:, None], top_k=3, **options)
+    assert found.candidates is not None
+    return found.logprobs.sum() + found.candidates.sum()
+
+
+def policy(*tensors: Tensor, **options: Any) -> Any:
+    now = token_logprobs(*tensors, **options)
+    everywhere = torch.ones_like(now.logprobs, dtype=torch.bool)
+    before = now.logprobs.detach()
+    return grpo_loss(now, before, torch.ones_like(before), mask=everywhere).loss
+
+
+def distillation(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Any:
+    teacher = hidden.detach().flip(0), weight.detach().flip(0)
+    return linear_distillation(hidden, weight, *teacher, targets, alpha=0.2, **options)
+
+
+def listed(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Any:
+    with torch.no_grad():
+        teacher = teacher_topk(hidden, weight, 3, **options)
+    return listed_distillation(hidden, weight, teacher, targets, **options)
+
+
+def last_stage(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Any:
+    return LastStageLoss(weight, **options)(hidden, targets)
+
+
+# An entry, its options, and the phases that it begins on two ranks. `in_forward` merges each chunk.
+ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
+    "loss": (loss, {}, ["merge", "reduce"]),
+    "exact loss": (loss, {"gradient": "exact"}, ["merge", "reduce"]),
+    "loss in_forward": (loss, {"gradient": "in_forward"}, ["merge", "reduce"]),
+    "invariant loss": (loss, {"invariant": True}, ["merge", "reduce"]),
+    "split tokens": (loss, {"sequence_parallel": True}, ["merge", "reduce"]),
+    "log-probabilities": (logprobs, {}, ["merge", "reduce"]),
+    "candidates": (candidates, {}, ["merge", "merge", "reduce", "reduce"]),
+    "GRPO": (policy, {}, ["merge", "reduce"]),
+    "forward KL": (distillation, {}, ["merge", "reduce"]),
+    "exact KL": (distillation, {"gradient": "exact"}, ["merge", "reduce"]),
+    "Jensen-Shannon": (distillation, {"divergence": "jsd"}, ["merge", "reduce"]),
+    "total variation": (distillation, {"divergence": "tvd"}, ["merge", "reduce"]),
+    "KL in_forward": (distillation, {"gradient": "in_forward"}, ["merge", "reduce"]),
+    "listed": (listed, {}, ["merge", "merge", "merge", "reduce", "reduce"]),
+    "last stage": (last_stage, {}, ["merge", "reduce"]),
+}
+# By kernels every third call of a kind plays a recording.
+CALLS = {TORCH_CPU: 1, TRITON_CPU: 4}
+
+
+class Teller:
+    """A watcher that notes phases as they begin, and waits within them."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.open: list[str] = []
+
+    def enter(self, phase: str, begins: bool) -> None:
+        self.begun += [phase] * (begins and phase not in self.open)
+        self.open.append(phase)
+
+    def leave(self, phase: str, error: BaseException | None) -> None:
+        assert self.open.pop() == phase and error is None
+
+
+def phases_of(group: dist.ProcessGroup | None, backend: str, calls: int) -> Any:
+    told: dict[str, list[list[str]]] = {}
+    for name, (entry, options, _) in ENTRIES.items():
+        told[name] = []
+        for seed in range(calls):
+            generator = torch.Generator().manual_seed(seed)
+            weight = torch.randn(64, 16, generator=generator)
+            hidden = torch.randn(32, 16, generator=generator)
+            if group is not None:
+                weight = weight.chunk(2)[dist.get_rank(group)].clone()
+                if "sequence_parallel" in options:
+                    hidden = hidden.chunk(2)[dist.get_rank(group)].clone()
+            leaves = hidden.half().requires_grad_(), weight.half().requires_grad_()
+            if "invariant" in options:
+                # Kernels refuse fp16 there.
+                leaves = tuple(x.detach().float().requires_grad_() for x in leaves)
+            teller = Teller()
+            with watched_by(teller):
+                targets = torch.arange(32)
+                entry(*leaves, targets, group=group, backend=backend, **options).backward()
+            assert not teller.open
+            told[name].append(teller.begun)
     return told
 
 
-def test_a_loss_tells_each_phase_once() -> None:
-    """Whoever counts them, as a heartbeat does, counts calls."""
-    for told in shared_pool().run(2, phases_of_a_loss):
-        assert [phase for what, phase in told if what == "enter"] == ["merge", "reduce"]
+@pytest.mark.parametrize("place", CALLS, ids=str)
+def test_each_entry_tells_of_its_phases(place: Place) -> None:
+    """Whoever counts them, as a heartbeat does, counts calls, whether they play a recording or not;
+    one rank waits for nobody."""
+    calls = CALLS[place]
+    alone = phases_of(None, place.backend, calls)
+    assert alone == {name: [[]] * calls for name in ENTRIES}
+    for told in shared_pool().run(2, phases_of, place.backend, calls):
+        assert told == {name: [begun] * calls for name, (_, _, begun) in ENTRIES.items()}

@@ -36,6 +36,7 @@ from cce_dist.backends.triton.launch.steps import (
 )
 from cce_dist.backends.triton.launch.tiles import interpreted
 from cce_dist.core.observer import Arguments, observer
+from cce_dist.core.phases import in_phase
 from cce_dist.core.records import Packed, handed_out, names_of
 
 aten = torch.ops.aten
@@ -288,8 +289,10 @@ class Recorder:
         if result is not None:
             raise Unrecordable("a collective does not wait")
         if self._phases:
-            # A play reports the phase in which it waits for other ranks.
+            # A play reports the phase in which it waits for other ranks: its begin once, as the
+            # call does, however many collectives the phase has.
             function = self._phases[-1](function)
+            self._phases[-1] = in_phase(self._phases[-1].name, begins=False)
         places = self._with_places(args), self._with_places(named)
         self.steps.append(Operator(function, *places, [], True, self._stream))
 
