@@ -111,7 +111,8 @@ def forward(
         return Forward(stats, tail, None, None)
     # The caller keeps the head's tensors for as long as autograd does.
     left = replace(call, quantized=None, quantize_once=None, grad_weight_into=None)
-    kept_stats = Stats(stats.lse, stats.target_logit, stats.smooth_logit, entropy=stats.entropy)
+    others = {"entropy": stats.entropy, "lse_rest": stats.lse_rest}
+    kept_stats = Stats(stats.lse, stats.target_logit, stats.smooth_logit, **others)
     return Forward(stats, tail, State(left, scale, kept_stats, Selection(scores, kept)), once)
 
 
@@ -179,7 +180,7 @@ def _grad_of_scale(scale: Tensor, stats: Stats, upstream: Upstream) -> Tensor:
     assert upstream.entropy is None and stats.entropy is not None
     total = torch.zeros_like(scale)
     if upstream.nll is not None:
-        total = total + upstream.nll * (stats.lse - stats.target_logit - stats.entropy)
+        total = total + upstream.nll * (stats.nll - stats.entropy)
     if upstream.lse is not None:
         total = total + upstream.lse * (stats.lse - stats.entropy)
     return total / scale

@@ -34,6 +34,19 @@ class Stats:
     mean_logit: Tensor | None = None  # minus origin_logit
     m2_logit: Tensor | None = None  # sum of squared deviations from the mean (Welford)
     screened: Tensor | None = None  # 1 where logits had 8 bits, but for the kept columns
+    # lse's digits beyond fp32, of eager torch for fp32 inputs: of logits near 300 lse alone is off
+    # by more than a loss of 1e-2 allows.
+    lse_rest: Tensor | None = None
+
+    @property
+    def whole_lse(self) -> Tensor:
+        """Returns lse with all its digits, in float64 if it has a rest."""
+        return self.lse if self.lse_rest is None else self.lse.double() + self.lse_rest
+
+    @property
+    def nll(self) -> Tensor:
+        near = self.lse - self.target_logit
+        return near if self.lse_rest is None else near + self.lse_rest
 
     @property
     def is_plain(self) -> bool:
@@ -54,21 +67,28 @@ class Stats:
     @property
     def adds_up(self) -> bool:
         """Tells whether all fields but lse merge by adding."""
-        others = (field.name for field in fields(self)[3:])
+        others = (field.name for field in fields(self)[3:] if field.name != "lse_rest")
         return all(getattr(self, name) is None for name in others)
 
     def to_records(self) -> Tensor:
         """Returns records [N, K], if `adds_up`: base and sum, with lse = base + log sum, and the
-        fields that are added. The base is lse and the sum 1; over no columns the sum is 0."""
+        fields that are added. The base is lse, and the sum is exp(lse_rest) or 1; over no columns
+        it is 0."""
         added = [self.target_logit]
         if self.smooth_logit is not None:
             added.append(self.smooth_logit)
-        return Stats.record_of(self.lse, *added)
+        records = Stats.record_of(self.lse, *added)
+        if self.lse_rest is not None:
+            records[:, 1] *= self.lse_rest.exp()
+        return records
 
     def from_records(self, records: Tensor) -> Stats:
         """Turns merged records into statistics, with the fields that self has."""
-        _, _, *added = records.unbind(1)
-        return Stats(Stats.lse_of(records), *added)
+        base, total, *added = records.unbind(1)
+        if self.lse_rest is None:
+            return Stats(Stats.lse_of(records), *added)
+        lse, rest = split_lse(base.double() + total.double().log())
+        return Stats(lse, *added, lse_rest=rest)
 
     @staticmethod
     def record_of(lse: Tensor, *added: Tensor) -> Tensor:
@@ -77,6 +97,13 @@ class Stats:
     @staticmethod
     def lse_of(records: Tensor) -> Tensor:
         return records[:, 0] + records[:, 1].log()
+
+
+def split_lse(lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits a log-sum-exp in float64 into `Stats.lse` and `Stats.lse_rest`, in fp32."""
+    near = lse.float()
+    # Neither infinity nor NaN has a rest.
+    return near, (lse - near).nan_to_num_(0, 0, 0).float()
 
 
 class MergeKernels(NamedTuple):
@@ -130,15 +157,16 @@ def merge_parts(
     Args: total: sums over dim 0.
     Source: log-add-exp arXiv:1805.02867; mean and m2 by Chan, Golub and LeVeque (1983).
     """
-    lse = logaddexp_parts(parts.lse, total)
+    lses, dtype = parts.whole_lse, parts.lse.dtype
+    lse = logaddexp_parts(lses, total)
     entropy = sum_p2 = max_logit = target_is_argmax = None
     if parts.entropy is not None:
         # Chain rule of entropy: H = sum_r share_r (H_r - log share_r); 0 log 0 = 0.
-        log_share = parts.lse - lse
+        log_share = (lses - lse).to(dtype)
         surprise = parts.entropy - log_share.masked_fill(parts.lse == -torch.inf, 0)
         entropy = total(log_share.exp() * surprise)
     if parts.sum_p2 is not None:
-        sum_p2 = logaddexp_parts(parts.sum_p2 + 2 * (parts.lse - lse), total)
+        sum_p2 = logaddexp_parts(parts.sum_p2 + 2 * (lses - lse).to(dtype), total)
     if parts.max_logit is not None:
         max_logit = parts.max_logit.amax(0)
     if parts.max_logit is not None and parts.target_is_argmax is not None:
@@ -150,6 +178,9 @@ def merge_parts(
     moments = {}
     if parts.mean_logit is not None:
         moments = merge_moments(parts, num_classes, total)._asdict()
+    rest = None
+    if parts.lse_rest is not None:
+        lse, rest = split_lse(lse)
     return Stats(
         lse=lse,
         target_logit=total(parts.target_logit),
@@ -159,6 +190,7 @@ def merge_parts(
         max_logit=max_logit,
         target_is_argmax=target_is_argmax,
         screened=None if parts.screened is None else parts.screened.amin(0),
+        lse_rest=rest,
         **moments,
     )
 

@@ -143,7 +143,7 @@ def two_pass(
     with torch.autocast(hidden.device.type, enabled=False):
         out = steps.forward(hidden, weight, bias, scale, call, Needs(*needs))
     stats, lse = out.stats, out.stats.lse
-    vectors = (lse - stats.target_logit, lse, stats.smooth_logit, stats.entropy)
+    vectors = (stats.nll, lse, stats.smooth_logit, stats.entropy)
     nothing = lse.new_empty(0)
     outputs = [nothing if x is None else padded(x, size) for x in vectors]
     plain = plain_outputs(stats, out.tail_mass)

@@ -170,8 +170,8 @@ def _two_pass(
     plain = list(plain_outputs(stats, out.tail_mass))
     kernels = _loss_kernels(call)
     if kernels is None:
-        nll = stats.lse - stats.target_logit
-        results = finish.result(nll, stats.lse, stats.smooth_logit, stats.entropy, plain)
+        vectors = stats.nll, stats.lse, stats.smooth_logit, stats.entropy
+        results = finish.result(*vectors, plain)
     else:
         loss = kernels.total(stats.lse, stats.target_logit, finish.terms.denominator)
         results = finish.with_stats(loss, stats.lse, stats.entropy, plain)
@@ -202,8 +202,7 @@ def _objective(call: Call, terms: TokenLoss) -> Objective:
     def objective(stats: Stats, at: slice) -> tuple[Tensor, Upstream]:
         nonlocal ones
         if kernels is None:
-            nll = stats.lse - stats.target_logit
-            return terms.total_and_upstream(nll, stats.lse, stats.smooth_logit, at)
+            return terms.total_and_upstream(stats.nll, stats.lse, stats.smooth_logit, at)
         ones = stats.lse.new_ones(()) if ones is None else ones
         total = kernels.total(stats.lse, stats.target_logit, terms.denominator)
         return total, Upstream(kernels.share_gradient(ones, stats.lse, terms.denominator))
@@ -268,8 +267,7 @@ def _backward_two_pass(
         lse_and_smooth = stats.lse, stats.smooth_logit
         upstream = terms.upstream(*lse_and_smooth, grad=by_loss)
         if token_weight is not None:
-            nll = stats.lse - stats.target_logit
-            each = terms.grad_of_token_weight(nll, *lse_and_smooth, by_loss)
+            each = terms.grad_of_token_weight(stats.nll, *lse_and_smooth, by_loss)
             by_token_weight = by_taken(each, token_weight)
     if lse is not None and upstream.lse is not None:
         lse = lse + upstream.lse

@@ -384,7 +384,7 @@ class PipelineHead:
             with in_phase("merge", begins=False):
                 batch.merged = batch.merge()
         stats, finish, scale = batch.merged, batch.step[1], self.loss_scale
-        vectors = (stats.lse - stats.target_logit, stats.lse, stats.smooth_logit)
+        vectors = (stats.nll, stats.lse, stats.smooth_logit)
         loss = finish.result(*vectors, None, [])
         assert isinstance(loss, Tensor)
         if batch.grad_losses is not None:

@@ -89,8 +89,10 @@ def test_linear_cross_entropy_talks_once_each_way(options: dict[str, Any]) -> No
         # Over gloo the sizes go ahead.
         sizes, *of_chunks, merged, summed = (number for _, number in found["both"])
         assert sizes == 3 * 5 and of_chunks in ([], [3])
-        # Two numbers a token and rank, a few more with statistics; never a logit.
-        assert merged <= 3 * 60 * 10
+        # Three numbers a token and rank, a few more with statistics, and a header of eight; never a
+        # logit.
+        more = 7 if "stats" in options else int("label_smoothing" in options)
+        assert merged == 3 * (8 + 60 * (3 + more))
         assert summed == 60 * 13
 
 

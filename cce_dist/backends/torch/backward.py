@@ -50,12 +50,14 @@ def gradients(
         [N, D] in the accumulation dtype, this shard's part of the hidden gradient.
         [V_local] in the accumulation dtype, the bias's. None where not needed.
     """
-    upstream, lse, kept, store = request.upstream, request.stats.lse, request.kept, request.store
+    upstream, stats, kept, store = request.upstream, request.stats, request.kept, request.store
     assert kept is None or isinstance(kept, ColumnMask)
     assert store is None or isinstance(store, Tensor)
-    factors = _Factors.of(upstream, lse, head)
+    factors, entropy = _Factors.of(upstream, stats, head), stats.entropy
+    if entropy is not None and stats.lse_rest is not None:
+        entropy = entropy - stats.lse_rest
     sums = _Sums.of(tokens, head, request)
-    task = _Task(tokens, head, lse, request.stats.entropy, factors, sums)
+    task = _Task(tokens, head, stats.lse, entropy, factors, sums)
     size = size or TileSize.choose(head.weight, request.room.workspace_bytes)
     tail = None
     if kept is not None and kept.share is not None:
@@ -103,9 +105,10 @@ def invariant_gradients(
     stats, upstream = request.stats, request.upstream
     lse, target_logit = padded(stats.lse), padded(stats.target_logit)
     assert lse is not None and target_logit is not None
+    others = {"entropy": padded(stats.entropy), "lse_rest": padded(stats.lse_rest)}
     request = replace(
         request,
-        stats=Stats(lse, target_logit, entropy=padded(stats.entropy)),
+        stats=Stats(lse, target_logit, **others),
         upstream=Upstream(*(padded(getattr(upstream, field.name)) for field in fields(upstream))),
     )
     hidden, bias = gradients(tokens, head, request, TileSize.invariant(len(head.weight)))
@@ -115,26 +118,30 @@ def invariant_gradients(
 @dataclass
 class _Factors:
     """The upstream gradients as d_logits needs them, [N]; 16-bit operands are divided by
-    `grad_scale`."""
+    `grad_scale`. The factors of p contain exp(-lse_rest), which exp(z - lse) lacks."""
 
     probability: Tensor  # g_nll + g_lse, the factor of p
     target: Tensor | None  # g_nll
     smooth: Tensor | None
-    entropy: Tensor | None
+    entropy: Tensor | None  # a factor of p
     grad_scale: Tensor  # power of two; d_logits over it are at most about `largest_operand`
 
     @classmethod
-    def of(cls, upstream: Upstream, lse: Tensor, head: Head) -> _Factors:
+    def of(cls, upstream: Upstream, stats: Stats, head: Head) -> _Factors:
+        lse, entropy = stats.lse, upstream.entropy
         parts = [g for g in (upstream.nll, upstream.lse) if g is not None]
         probability = sum(parts[1:], parts[0]) if parts else torch.zeros_like(lse)
-        gradients = (probability, upstream.nll, upstream.smooth_logit, upstream.entropy)
+        if stats.lse_rest is not None:
+            exact = (-stats.lse_rest).exp()
+            probability, entropy = probability * exact, None if entropy is None else entropy * exact
+        gradients = (probability, upstream.nll, upstream.smooth_logit, entropy)
         grad_scale = torch.ones((), dtype=lse.dtype, device=lse.device)
         if lse.shape[0]:
             largest = torch.stack([g.abs().amax() for g in gradients if g is not None]).amax()
             largest *= abs(head.logit_scale) / largest_operand(head.weight.dtype)
             exponent = largest.clamp_min(torch.finfo(lse.dtype).tiny).log2().floor()
             grad_scale = exponent.exp2()
-        return cls(probability, upstream.nll, upstream.smooth_logit, upstream.entropy, grad_scale)
+        return cls(probability, upstream.nll, upstream.smooth_logit, entropy, grad_scale)
 
 
 @dataclass
@@ -185,7 +192,7 @@ class _Task:
     tokens: Tokens
     head: Head
     lse: Tensor
-    entropy: Tensor | None
+    entropy: Tensor | None  # minus `Stats.lse_rest`
     factors: _Factors
     sums: _Sums
 

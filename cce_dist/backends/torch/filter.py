@@ -61,7 +61,7 @@ def keep_columns(
     tokens: Tokens,
     head: Head,
     scores: ColumnMasses,
-    lse: Tensor,  # [N] over all ranks
+    lse: Tensor,  # [N] over all ranks, without `Stats.lse_rest`
     rule: ColumnFilter,
     room: Room,
 ) -> ColumnMask | None:
@@ -81,7 +81,7 @@ def keep_columns(
         return None
     if scores.log_dropped is None:
         size = TileSize.choose(head.weight, room.workspace_bytes)
-        total = (scores.log_slope_sum - lse).exp()
+        total = (scores.log_slope_sum - lse).exp().to(lse.dtype)
         dropped = _dropped_mass(tokens, head, lse, mask, total, size)
     else:
         dropped = (scores.log_dropped - lse).exp()

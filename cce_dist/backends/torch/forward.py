@@ -25,7 +25,7 @@ from cce_dist.backends.torch.tiles import (
     sum_over_blocks,
     whole_blocks,
 )
-from cce_dist.core.stats import Stats
+from cce_dist.core.stats import Stats, split_lse
 from cce_dist.core.types import Head, Tokens, Wanted, accumulate_dtype
 from cce_dist.options import TOKEN_BLOCK
 
@@ -107,9 +107,10 @@ class _RunningStats:
         self.mean[tokens] += delta * (count / total)
         self.m2[tokens] += variance * count + delta**2 * (first_column * count / total)
 
-    def log_sum(self, sums: Tensor) -> Tensor:
-        """Returns log sum_v exp(z_v) over the columns so far; -inf over none."""
-        return self.max.masked_fill(self.max == -torch.inf, 0) + sums.log()
+    def log_sum(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns log sum_v exp(z_v) over the columns so far, in `dtype`; -inf over none."""
+        base = self.max.masked_fill(self.max == -torch.inf, 0)
+        return base.to(dtype) + sums.to(dtype).log()
 
 
 def statistics(
@@ -165,11 +166,16 @@ def statistics(
                 scores.mass[blocks, v0:v1] = sum_over_blocks(scale, mass)
                 if scores.largest is not None:
                     scores.largest[blocks, v0:v1] = max_over_blocks(z.mul_(scale[:, None]))
-    lse = running.log_sum(running.sum)
+    wide = _dtype_of_log_sums(weight)
+    lse = running.log_sum(running.sum, wide)
     if scores is not None:
         slopes = running.sum if running.slope_sum is None else running.slope_sum
-        scores.log_slope_sum.copy_(running.log_sum(slopes))
-    return _finish(running, lse, target_logit, tokens, head, wanted, size), scores
+        scores.log_slope_sum.copy_(running.log_sum(slopes, wide))
+    rest = None
+    if weight.dtype == torch.float32:
+        lse, rest = split_lse(lse)
+    stats = _finish(running, lse, target_logit, tokens, head, wanted, size)
+    return replace(stats, lse_rest=rest), scores
 
 
 def statistics_of_segments(tokens: Tokens, head: Head, request: ForwardRequest) -> Stats:
@@ -303,5 +309,10 @@ def _empty_scores(num_tokens: int, weight: Tensor, size: TileSize, largest: bool
         largest=torch.empty_like(mass) if largest else None,
         tile_bound=torch.empty(num_tiles, num_tokens, dtype=dtype, device=device),
         tile_columns=size.columns,
-        log_slope_sum=torch.empty(num_tokens, dtype=dtype, device=device),
+        log_slope_sum=torch.empty(num_tokens, dtype=_dtype_of_log_sums(weight), device=device),
     )
+
+
+def _dtype_of_log_sums(weight: Tensor) -> torch.dtype:
+    """See `Stats.lse_rest`. The logits of 16-bit inputs have fewer digits than fp32."""
+    return torch.float32 if weight.dtype.itemsize == 2 else torch.float64
