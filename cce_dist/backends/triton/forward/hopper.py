@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Up to this softcap a tanh that is exact to 2^-22 gives a logit that is exact to 2^-16: little
 # beside the rounding to 8 bits.
 ROUGH_SOFTCAP = 64.0
-# The functions of Gluon that the kernel calls, with the arguments that it passes by position: Gluon
+# The functions of Gluon that the kernels call, with the arguments that it passes by position: Gluon
 # is not yet stable.
 GLUON = {
     "warp_specialize": ("functions_and_args", "worker_num_warps", "worker_num_regs"),
@@ -39,12 +39,18 @@ GLUON = {
     "hopper.mbarrier.wait": ("mbarrier", "phase"),
     "hopper.mbarrier.expect": ("mbarrier",),
     "hopper.tma.async_load": ("tensor_desc", "coord", "barrier", "result"),
+    # Of `exact`'s kernel alone.
+    "atomic_add": ("pointer", "val", "mask", "sem"),
+    "hopper.fence_async_shared": (),
+    "hopper.tma.store_wait": ("pendings",),
+    "hopper.tma.async_store": ("tensor_desc", "coord", "src"),
 }
 # Names in older releases. `kernels/gluon_names.py` takes whichever of a pair is there.
 FORMER = {
     "barrier": "thread_barrier",
     "shared_memory_descriptor.reinterpret": "shared_memory_descriptor._reinterpret",
     "hopper.tma.async_load": "hopper.tma.async_copy_global_to_shared",
+    "hopper.tma.async_store": "hopper.tma.async_copy_shared_to_global",
 }
 # Releases of Triton with which tests/backends/triton/kernels/test_hopper.py compiles the kernel.
 RELEASES = "3.6 to 3.9"
@@ -52,7 +58,7 @@ RELEASES = "3.6 to 3.9"
 
 @functools.cache
 def why_no_gluon() -> str | None:
-    """Says why this Triton cannot compile the kernel; None if it can."""
+    """Says why this Triton cannot compile the kernels; None if it can."""
     installed = f"triton {triton.__version__}"
     try:
         from triton.experimental.gluon import language
@@ -86,7 +92,7 @@ def num_groups(weight: Tensor, tiles: KernelTiles) -> int:
     reason = why_no_gluon()
     if reason is not None:
         warn_slower(
-            f"the forward does not run Hopper's kernel: {reason}; install a Triton from "
+            f"Hopper's own kernels do not run: {reason}; install a Triton from "
             f"{RELEASES}, or the PyTorch that brings one"
         )
     return 1 if reason else 2

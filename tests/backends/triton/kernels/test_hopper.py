@@ -209,7 +209,9 @@ EXACT: dict[str, dict[str, Any]] = {
     "smoothing": {"label_smoothing": 0.1, "ignores": True},
     "smoothing_of_softcaps": {"label_smoothing": 0.1, "softcap": 5.0, "weighs": True},
     "everything": {"label_smoothing": 0.1, "weighs": True, "has_bias": True, "entropy": 0.1},
-    "main_grad": {"accumulates": True},
+    "negative_scale": {"logit_scale": -0.7},
+    "main_grad": {"accumulates": torch.float32},
+    "main_grad_of_16_bits": {"accumulates": torch.bfloat16},
     "hidden_alone": {"needs": (True, False)},
     "weight_alone": {"needs": (False, True), "ignores": True},
     "invariant": {"invariant": True},
@@ -225,7 +227,7 @@ def gradients(
     ignores: bool = False,
     weighs: bool = False,
     has_bias: bool = False,
-    accumulates: bool = False,
+    accumulates: torch.dtype | None = None,
     entropy: float = 0.0,
     **options: Any,
 ) -> tuple[list[Tensor], int]:
@@ -246,7 +248,7 @@ def gradients(
         bias = torch.randn(shape[1], generator=generator).to("cuda", dtype)
         options["bias"] = bias.requires_grad_()
         leaves.append(bias)
-    main_grad = torch.ones(weight.shape, device="cuda")
+    main_grad = torch.ones(weight.shape, dtype=accumulates, device="cuda")
     if accumulates:
         options["grad_weight_into"] = main_grad
         leaves = [hidden]
@@ -275,7 +277,7 @@ def gradients(
     replay.forget_recordings()
     grads = [leaf.grad.float() for leaf in leaves if leaf.grad is not None]
     assert len(grads) == len(leaves)
-    return [*grads, *([main_grad] if accumulates else [])], len(prepared)
+    return [*grads, *([main_grad.float()] if accumulates else [])], len(prepared)
 
 
 class TestOnHopper:
@@ -369,6 +371,16 @@ class TestOnHopper:
         ours, launched = gradients(shape, dtype, by_one_launch=True, **EXACT[options])
         portable, none = gradients(shape, dtype, by_one_launch=False, **EXACT[options])
         # The first call of a kind goes through one of few tokens, which compiles only.
+        assert (launched > 0, none) == (True, 0)
+        for found, expected in zip(ours, portable, strict=True):
+            assert relative(found, expected) < 1e-3
+
+    # 44 and 132 pieces of chunks: of some no columns are left.
+    @pytest.mark.parametrize("shape", [(1, 50257, 768), (1, 200_000, 64)], ids=str)
+    def test_exact_by_one_launch_in_pieces(self, shape: tuple[int, int, int]) -> None:
+        few = {"dtype": torch.bfloat16, "workspace_bytes": 2**22}
+        ours, launched = gradients(shape, by_one_launch=True, **few)
+        portable, none = gradients(shape, by_one_launch=False, **few)
         assert (launched > 0, none) == (True, 0)
         for found, expected in zip(ours, portable, strict=True):
             assert relative(found, expected) < 1e-3

@@ -173,7 +173,11 @@ def stores_done():
 
 @gluon.jit
 def tell_done(queue_ptr, phase):
-    """Counts a task of the phase as done by this group; -1: there is none."""
+    """Counts a task of the phase as done by this group; -1: there is none.
+
+    A DSD of no columns has no step, and its group may end it while the loading warp still waits for
+    the phases before. It is counted after `next_task`, hence after that wait: not before.
+    """
     if phase >= 0:
         stores_done()
         thread_barrier()
