@@ -127,7 +127,7 @@ def _make_gather(count: int, group: dist.ProcessGroup, device: torch.device) -> 
     mine = torch.full((count,), float(group_rank(group)), device=device)
 
     def gather() -> Tensor:
-        return start_all_gather(mine, group, async_op=False)()
+        return start_all_gather(mine, group)()
 
     def is_right() -> bool:
         expected = torch.arange(size, dtype=mine.dtype, device=device)

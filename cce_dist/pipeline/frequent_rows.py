@@ -43,7 +43,7 @@ class FrequentRows:
         group = courier.group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         classes = torch.tensor([shard.num_classes], device=weight.device)
-        self.num_rows = min(ROWS, int(start_all_gather(classes, group, async_op=False)().min()))
+        self.num_rows = min(ROWS, int(start_all_gather(classes, group)().min()))
         # Counts of each row as a target; the last entry counts targets of other ranks.
         self._counts = torch.zeros(shard.num_classes + 1, dtype=torch.int64, device=weight.device)
         # Functions that wait for [W, num_rows, D] of weight, and for [W, num_rows] of bias.
@@ -71,10 +71,10 @@ class FrequentRows:
         ranked = counts * number + torch.arange(number - 1, -1, -1, device=counts.device)
         chosen = ranked.topk(self.num_rows).indices
         rows, group, issue = self.weight.detach()[chosen], self.courier.group, self.courier.issue
-        self._weights = start_all_gather(rows, group, async_op=True, issue=issue)
+        self._weights = start_all_gather(rows, group, issue)
         if self.bias is not None:
             biases = self.bias.detach()[chosen]
-            self._biases = start_all_gather(biases, group, async_op=True, issue=issue)
+            self._biases = start_all_gather(biases, group, issue)
 
     def forget(self) -> None:
         """Drops the other ranks' rows: the weight is about to change."""

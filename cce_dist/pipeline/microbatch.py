@@ -67,7 +67,7 @@ def start_forward(
         request = replace(request, bounds=bounds)
     local, scores = plan.backend.forward(tokens, head, request)
     kernels = plan.backend.merge_kernels
-    merge = start_merge_stats(local, plan.shard, plan.group, tokens.count, kernels, issue=issue)
+    merge = start_merge_stats(local, plan.shard, plan.group, tokens.count, kernels, issue)
     return merge, scores
 
 

@@ -38,13 +38,13 @@ def all_gather(tensor: Tensor, group: Group | None, *, begins: bool = False) -> 
     if group is None:
         return tensor[None]
     with in_phase("merge", begins=begins):
-        return start_all_gather(tensor, group, async_op=False)()
+        return start_all_gather(tensor, group)()
 
 
 def start_all_gather(
-    tensor: Tensor, group: Group | None, *, async_op: bool, issue: Issue | None = None
+    tensor: Tensor, group: Group | None, issue: Issue | None = None
 ) -> Callable[[], Tensor]:
-    """Starts `all_gather`; with `issue`, or with `async_op`, it does not wait.
+    """Starts `all_gather` by `issue`, without waiting; without `issue` waits for it at once.
 
     Returns: a function that waits, and returns the gathered tensor.
     """
@@ -52,11 +52,11 @@ def start_all_gather(
         return lambda: tensor[None]
     size, tensor = group.size(), tensor.contiguous()
     out = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
-    if issue is not None:
-        wait = issue(lambda: all_gather_into(out, tensor, group, async_op=True))
+    wait = None
+    if issue is None:
+        all_gather_into(out, tensor, group)
     else:
-        work = all_gather_into(out, tensor, group, async_op=async_op)
-        wait = None if work is None else work.wait
+        wait = issue(lambda: all_gather_into(out, tensor, group, async_op=True))
 
     def finish() -> Tensor:
         if wait is not None:

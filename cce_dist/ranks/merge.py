@@ -112,7 +112,7 @@ def merge_stats(
             different amounts of numbers; or all ranks seem to have the same rows. On a GPU a
             device-side assertion takes its place: the host does not wait.
     """
-    return start_merge_stats(local, shard, group, count, kernels, async_op=False)()
+    return start_merge_stats(local, shard, group, count, kernels)()
 
 
 # A group of one rank tells of no phase: it waits for nobody.
@@ -123,13 +123,11 @@ def start_merge_stats(
     local: Stats,
     shard: VocabShard,
     group: Group | None,
-    count: Tensor | None = None,
-    kernels: MergeKernels | None = None,
-    *,
-    async_op: bool = True,
+    count: Tensor | None,
+    kernels: MergeKernels | None,
     issue: Issue | None = None,
 ) -> Callable[[], Stats]:
-    """Starts `merge_stats`; with `issue`, or with `async_op`, it does not wait.
+    """Starts `merge_stats` by `issue`, without waiting; without `issue` waits for it at once.
 
     Returns: a function that waits, and returns the merged statistics.
     """
@@ -142,7 +140,7 @@ def start_merge_stats(
     if kernels is not None and local.is_plain:
         length = 2 * len(local.lse)
         payload = kernels.pack(local.lse, local.target_logit, digits_of(shard, length))
-        gather = _start_gather(payload, group, async_op=async_op, issue=issue)
+        gather = _start_gather(payload, group, issue)
 
         def merge_by_kernel() -> Stats:
             parts = gather()
@@ -153,7 +151,7 @@ def start_merge_stats(
         return merge_by_kernel
     packed = local.pack()
     payload = torch.cat([encode(shard, packed.numel(), packed), packed.flatten()])
-    gather = _start_gather(payload, group, async_op=async_op, issue=issue)
+    gather = _start_gather(payload, group, issue)
     return lambda: _merged(gather(), local, packed, count)
 
 

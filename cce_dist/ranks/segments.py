@@ -139,7 +139,7 @@ def sum_in_pairs(
     with in_phase("reduce"):
         for rank, rows in enumerate(part.split(max(1, chunk))):
             total = PairwiseSum()
-            for of_rank in start_all_gather(rows, group, async_op=False)().unbind(0):
+            for of_rank in start_all_gather(rows, group)().unbind(0):
                 total.add(of_rank)
             if not scatter or rank == group_rank(group):
                 sums.append(total.total.to(dtype))
