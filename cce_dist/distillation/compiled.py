@@ -119,9 +119,7 @@ def compute(
     refuse_mpi(group)
     validation.check_hidden_and_weight(hidden, weight)
     key, shard, size = bind(weight, options, group, vocab_shard)
-    shape = validation.check_targets(targets, hidden, options, size)
-    validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
-    validation.check_weights(token_weight, None, shape, shard, hidden, options)
+    shape = validation.check_tensors(inputs, options, shard, size)
     screens = objective.screens
     teacher = teacher_of(hidden, *of_teacher, weight.shape[0], shard, logits, screens)
     picked = pick_tokens(targets, options, pick_on_device)

@@ -104,28 +104,23 @@ def compute(
 
     Results and gradients of fake tensors have shapes alone. Collectives of fake tensors: none.
     """
-    hidden, weight, targets, bias, token_weight, class_weight, grad_weight_into, _ = inputs
-    temperature = inputs.temperature
+    hidden, weight, targets, bias, token_weight, class_weight, into, temperature = inputs
     refuse_mpi(group)
     if is_traced():
-        _refuse_tensors(quantized_weight, grad_weight_into)
+        _refuse_tensors(quantized_weight, into)
     else:
         # Fake tensors have no values to compare and no memory to keep.
         options = replace(options, keep_logits=None, check_ranks=False)
     validation.check_hidden_and_weight(hidden, weight)
     key, shard, size = bind(weight, options, group, vocab_shard)
     vocab_size = shard.vocab_size
-    shape = validation.check_targets(targets, hidden, options, size)
-    validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
-    validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
-    validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
-    validation.check_vector("temperature", temperature, list(shape), "that of targets", hidden)
+    shape = validation.check_tensors(inputs, options, shard, size)
     picked = pick_tokens(targets, options, pick_on_device)
     assert picked.rows is not None and picked.count is not None
     validation.check_target_range(picked.targets, vocab_size, options.ignore_index)
     terms = TokenLoss.of(picked, options, token_weight, class_weight, hidden)
     scale = scale_for(temperature, picked, options, hidden)
-    returned_weight = weight if grad_weight_into is None else None
+    returned_weight = weight if into is None else None
     needs = [differentiates(x) for x in (hidden, returned_weight, bias, temperature)]
     nll, lse, smooth, entropy, others, _ = torch.ops.cce_dist.two_pass(
         hidden.reshape(-1, hidden.shape[-1]),

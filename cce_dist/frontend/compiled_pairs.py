@@ -13,7 +13,7 @@ from cce_dist.algorithm.pairs import PairLogits, call_of_pairs
 from cce_dist.core.types import Pairs, accumulate_dtype
 from cce_dist.frontend import validation
 from cce_dist.frontend.compiled import bind, refuse_mpi
-from cce_dist.frontend.compiled_operators import BOUND, OperatorContext
+from cce_dist.frontend.compiled_operators import BOUND, OperatorContext, like_needed
 from cce_dist.frontend.inputs import Inputs
 from cce_dist.frontend.prepare import differentiates
 from cce_dist.options import LossOptions
@@ -25,14 +25,11 @@ def functions(
 ) -> tuple[Callable[[Pairs], Tensor], Callable[[int, Tensor], tuple[Tensor, Tensor]], int]:
     """Checks the arguments; returns a function that traces `PairLogits`, one that refuses top_k,
     and vocab_size."""
-    hidden, weight, targets, bias = inputs[:4]
+    hidden, weight, bias = inputs.hidden, inputs.weight, inputs.bias
     refuse_mpi(group)
     validation.check_hidden_and_weight(hidden, weight)
     key, shard, size = bind(weight, options, group, vocab_shard)
-    shape = validation.check_targets(targets, hidden, options, size)
-    validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
-    of_targets = "that of targets"
-    validation.check_vector("temperature", inputs.temperature, list(shape), of_targets, hidden)
+    validation.check_tensors(inputs, options, shard, size)
     needs = [differentiates(x) for x in (hidden, weight, bias)]
 
     def compute(pairs: Pairs) -> Tensor:
@@ -104,11 +101,7 @@ def pair_logits_backward(grad: Tensor, *inputs: Any) -> list[Tensor]:
 
 @pair_logits_backward.register_fake
 def _(grad: Tensor, *arguments: Any) -> list[Tensor]:
-    return [
-        torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x, need in zip(arguments[:3], arguments[-2], strict=True)
-        if need
-    ]
+    return like_needed(arguments[:3], arguments[-2])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

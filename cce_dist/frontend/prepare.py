@@ -87,8 +87,7 @@ def validate(
     Raises:
         ValueError: an argument is not supported; the message says which.
     """
-    hidden, weight, targets, bias, token_weight, class_weight, grad_weight_into, _ = inputs
-    ranks = resolve_group(group)
+    hidden, weight, ranks = inputs.hidden, inputs.weight, resolve_group(group)
     validation.check_group_device(ranks, hidden)
     # This check goes first: if one rank failed another check, the other ranks would wait for it.
     if agreement.is_wanted(options):
@@ -96,14 +95,8 @@ def validate(
     validation.check_hidden_and_weight(hidden, weight)
     rank, world_size = group_rank(ranks), group_size(ranks)
     validation.check_segments(options, world_size)
-    shape = validation.check_targets(targets, hidden, options, world_size)
     shard = validation.check_shard(vocab_shard, weight, rank, world_size)
-    validation.check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
-    validation.check_weights(token_weight, class_weight, shape, shard, hidden, options)
-    of_targets = "that of targets"
-    validation.check_vector("temperature", inputs.temperature, list(shape), of_targets, hidden)
-    validation.check_grad_weight_into(grad_weight_into, weight, weight.requires_grad)
-    return Validated(ranks, shard, shape)
+    return Validated(ranks, shard, validation.check_tensors(inputs, options, shard, world_size))
 
 
 def prepare(

@@ -33,7 +33,7 @@ class Supported:
         offsets, ids = support.offsets.contiguous(), support.ids.contiguous()
         token_of = tokens_of(offsets, ids.shape[0])
         order = torch.sort(ids, stable=True).indices
-        counts = (listed.rows >= 0)[token_of] & ~_repeats(ids, token_of, order)
+        counts = listed.counts[token_of] & ~_repeats(ids, token_of, order)
         z = listed.logits(ids, offsets, token_of, order).masked_fill(~counts, -torch.inf)
         top = reduce_segments(z.detach(), offsets, token_of, "max")
         top = top.masked_fill(top == -torch.inf, 0)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cce_dist.core.tracing import is_fake, is_traced
 from cce_dist.core.types import accumulate_dtype
+from cce_dist.frontend.inputs import Inputs
 from cce_dist.options import LARGEST_FACTOR, LEAST_FACTOR, LossOptions
 from cce_dist.ranks.gather import require
 from cce_dist.ranks.segments import SEGMENTS
@@ -284,6 +285,19 @@ def check_vector(
     if not value.is_floating_point():
         raise ValueError(f"{name} must be a floating-point tensor, got {value.dtype}")
     require_device(name, value, hidden)
+
+
+def check_tensors(
+    inputs: Inputs, options: LossOptions, shard: VocabShard, world_size: int
+) -> torch.Size:
+    """Checks all tensors but hidden and weight, against these two. Returns the targets' shape."""
+    hidden, weight, targets, bias, token_weight, class_weight, into, temperature = inputs
+    shape = check_targets(targets, hidden, options, world_size)
+    check_vector("bias", bias, [weight.shape[0]], "V_local, from weight", hidden)
+    check_weights(token_weight, class_weight, shape, shard, hidden, options)
+    check_vector("temperature", temperature, list(shape), "that of targets", hidden)
+    check_grad_weight_into(into, weight, weight.requires_grad)
+    return shape
 
 
 def check_weights(
