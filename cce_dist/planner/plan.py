@@ -177,7 +177,7 @@ def make_plan(
     return plan_layout(costs, schedule_of(costs), layout)
 
 
-def plan_layout(costs: Costs, schedule: Schedule, layout: Sequence[int] | None = None) -> Plan:
+def plan_layout(costs: Costs, schedule: Schedule, layout: Sequence[int] | None) -> Plan:
     """Plans a layout, as `make_plan`, from costs and a schedule that are known."""
     model, job, hardware = costs.model, costs.job, costs.hardware
     chosen = tuple(layout) if layout is not None else even_layout(model.layers, job.stages)

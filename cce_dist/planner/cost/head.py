@@ -8,7 +8,7 @@ from cce_dist.options import default_workspace_bytes
 from cce_dist.planner.models.model import Model
 
 from .hardware import Hardware
-from .job import Job
+from .job import OURS, Job
 from .layer import collective
 
 # Bytes of a logit: through HBM in forward and backward, without the products; at the loss's peak;
@@ -96,7 +96,7 @@ def _communication(model: Model, job: Job, hardware: Hardware) -> tuple[float, f
         return 0.0, 0.0
     size = 2.0 * job.tokens * model.dim
     sums = 3 * collective(hardware, job.tp, 4.0 * job.tokens, rounds=2)
-    ours = job.loss in ("exact", "filtered")
+    ours = job.loss in OURS
     if ours:
         # The merge; with a filter four exchanges of bounds, too.
         width = 24.0 if job.loss == "filtered" else 8.0

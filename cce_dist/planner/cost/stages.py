@@ -164,7 +164,7 @@ def _stage(costs: Costs, first: int, count: int, *, is_first: bool, is_last: boo
         held = head.transient if has_head and is_tied_here else 0.0
         working = max(working, 2.0 * costs.embedding_parameters + held - kept)
     owned = parameters
-    if costs.is_embedding_shared or job.is_over_ranks:
+    if job.is_over_ranks:
         owned += costs.head_parameters / job.chunks
     moved = job.software.accumulate + 2 * job.gradient_bytes
     if job.precision == "fp32":

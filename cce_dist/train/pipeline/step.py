@@ -34,7 +34,7 @@ from cce_dist.pipeline.schedules.torch_schedules import (
 from cce_dist.pipeline.schedules.vocab_1f1b import ScheduleVocab1F1B
 from cce_dist.planner.orders.vocab_1f1b import Times
 from cce_dist.train.collectives import sum_gradients
-from cce_dist.train.config.pipeline import SPLIT_BACKWARD, Layout, ScheduleName
+from cce_dist.train.config.pipeline import ONE_STAGE, SPLIT_BACKWARD, Layout, ScheduleName
 from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.errors import ConfigError
 from cce_dist.train.model.decoder import Decoder, count_parameters
@@ -115,8 +115,7 @@ class Pipeline:
         losses: list[Tensor] = []
         self._copy_head()
         arguments, keywords = self._arguments(ids, targets)
-        prepare_mode(self.schedule, backward=True)
-        with self._serve(backward=True):
+        with self._in_mode(backward=True):
             self.schedule.step(*arguments, losses=losses, return_outputs=False, **keywords)
         self._take_head_gradient()
         if self._copies is not None:
@@ -136,8 +135,7 @@ class Pipeline:
         losses: list[Tensor] = []
         self._copy_head()
         arguments, keywords = self._arguments(ids, targets)
-        prepare_mode(self.schedule, backward=False)
-        with self._serve(backward=False), forwards_alone(self.schedule):
+        with self._in_mode(backward=False):
             hidden = self.schedule.eval(*arguments, losses=losses, **keywords)
         loss = self._mean(losses).float()
         if not self.model.has_last:
@@ -219,14 +217,15 @@ class Pipeline:
         loss: Any = self._loss_of_last_stage(head)
         if self.head is not None:
             loss = self._loss = VocabOverPipeline(self.head, embedding=self._embedding)
-        stage_or_stages = stages if len(stages) > 1 or name not in ("gpipe", "1f1b") else stages[0]
+        stage_or_stages = stages[0] if name in ONE_STAGE else stages
         return SCHEDULES[name](stage_or_stages, count, loss_fn=loss, scale_grads=False)
 
-    def _serve(self, *, backward: bool) -> AbstractContextManager[None]:
-        """Returns the context in which every rank serves the head under torch's schedule."""
-        if self._loss is None:
-            return nullcontext()
-        return self._loss.serving(self.schedule, backward=backward)
+    def _in_mode(self, *, backward: bool) -> AbstractContextManager[None]:
+        """Returns the context of a step, or of an evaluation: in it every rank serves the head."""
+        if self._loss is not None:
+            return self._loss.serving(self.schedule, backward=backward)
+        prepare_mode(self.schedule, backward=backward)
+        return nullcontext() if backward else forwards_alone(self.schedule)
 
     def _loss_of_last_stage(self, head: str) -> Callable[[Tensor, Tensor], Tensor]:
         head_loss = make_head_loss(self.config, head_layout(self.config, self.ranks), head)
