@@ -11,7 +11,6 @@ from torch import Tensor
 
 from cce_dist import LossOptions, VocabShard, linear_cross_entropy
 from cce_dist import largest_logits as _largest_logits
-from megatron_patch.errors import PatchError
 from megatron_patch.options import PatchOptions
 from megatron_patch.quantized import quantizer_of
 
@@ -142,20 +141,6 @@ def add_to_main_grad(layer: Any, weight: Tensor) -> Tensor:
     skip it in a step where another microbatch's loss has added its own.
     """
     return weight if main_grad_of(layer, weight) is None else _IntoMainGrad.apply(weight)
-
-
-def require_plain_loss(options: PatchOptions, wanted: str) -> None:
-    """Checks that options of the loss have a meaning for something else.
-
-    Raises:
-        PatchError: they have none.
-    """
-    if options.logits != "full" or options.check_ranks:
-        name = "check_ranks" if options.check_ranks else "logits"
-        raise PatchError(
-            f"{name}={getattr(options, name)!r} has no {wanted}: apply the patch without it, or "
-            "read the losses"
-        )
 
 
 class _IntoMainGrad(torch.autograd.Function):

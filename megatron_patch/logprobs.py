@@ -18,7 +18,7 @@ from torch import Tensor
 from cce_dist import TokenLogprobs, TokenSupport, VocabShard, token_logprobs
 from megatron_patch.deferred import DeferredLogits
 from megatron_patch.errors import PatchError
-from megatron_patch.head import MARK, add_to_main_grad, classes_of, require_plain_loss
+from megatron_patch.head import MARK, add_to_main_grad, classes_of
 from megatron_patch.options import PatchOptions
 
 Stat = Literal["entropy", "sum_p2", "correct", "mean_logit"]
@@ -104,7 +104,12 @@ def head_logprobs(
     wanted: LogprobOptions,
 ) -> TokenLogprobs:
     """Computes `logprobs` with fields [s, b, ...]. Args: as in `head_loss`."""
-    require_plain_loss(options, "log-probabilities")
+    if options.logits != "full" or options.check_ranks:
+        name = "check_ranks" if options.check_ranks else "logits"
+        raise PatchError(
+            f"{name}={getattr(options, name)!r} has no log-probabilities: apply the patch without "
+            "it, or read the losses"
+        )
     size, rank = layer.tp_group.size(), layer.tp_group.rank()
     shard = VocabShard.even(weight.shape[0], rank, size, options.vocab_size)
     temperature, support = wanted.temperature, wanted.support

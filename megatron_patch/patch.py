@@ -79,7 +79,7 @@ def apply(model: Any = None, options: PatchOptions | None = None, **keywords: ob
         if pipeline is None:
             _apply_to(models, wanted, seams)
         else:
-            _shard_models(models, wanted, seams, pipeline)
+            _shard_models(models, wanted, pipeline)
         quantized.replace_schedules(schedules)
         return status()
     if _State.options is not None:
@@ -100,7 +100,7 @@ def apply(model: Any = None, options: PatchOptions | None = None, **keywords: ob
 
     if pipeline is not None:
         over_pipeline.replace_schedule(pipeline)
-        over_pipeline.shard_new_models(wanted, seams, pipeline)
+        over_pipeline.shard_new_models(wanted, pipeline)
     _State.replaced.replace(seams.language_module, SETUP, setup)
     quantized.replace_schedules(schedules)
     _State.options, _State.seams = wanted, seams
@@ -191,13 +191,11 @@ def _apply_to(models: list[Any], options: PatchOptions, seams: Seams) -> None:
         _State.seams = seams
 
 
-def _shard_models(
-    models: list[Any], options: PatchOptions, seams: Seams, pipeline: PipelineSeams
-) -> None:
+def _shard_models(models: list[Any], options: PatchOptions, pipeline: PipelineSeams) -> None:
     for model in models:
-        over_pipeline.shard_model(model, options, seams, pipeline)
+        over_pipeline.shard_model(model, options, pipeline)
     over_pipeline.replace_schedule(pipeline)
-    _State.seams = _State.seams or seams
+    _State.seams = _State.seams or pipeline.language_model
 
 
 def _remove_all_but(kept: set[Any], kept_over_pipeline: set[Any]) -> None:

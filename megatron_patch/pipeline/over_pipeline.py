@@ -16,7 +16,7 @@ from megatron_patch.pipeline.rows import Rows, replace_output_layer
 from megatron_patch.pipeline.schedule import forward_backward, model_loss
 from megatron_patch.pipeline.tied import ShardedEmbedding
 from megatron_patch.replacements import Replacements
-from megatron_patch.seams import SCHEDULE, Arguments, PipelineSeams, Seams, parallel_state
+from megatron_patch.seams import SCHEDULE, Arguments, PipelineSeams, parallel_state
 
 # Megatron's schedule, and the initialiser of its class.
 _REPLACED = Replacements()
@@ -44,19 +44,17 @@ def replace_schedule(seams: PipelineSeams, kept: Iterable[Any] = ()) -> None:
     _REPLACED.replace(seams.schedules, SCHEDULE, schedule)
 
 
-def shard_new_models(options: PatchOptions, language_model: Seams, seams: PipelineSeams) -> None:
+def shard_new_models(options: PatchOptions, seams: PipelineSeams) -> None:
     """Replaces GPTModel's initialiser: it puts a new model's vocabulary over the pipeline."""
 
     def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        shard_model(self, options, language_model, seams)
+        shard_model(self, options, seams)
 
     _REPLACED.replace(seams.gpt_model, "__init__", init)
 
 
-def shard_model(
-    model: Any, options: PatchOptions, language_model: Seams, seams: PipelineSeams
-) -> None:
+def shard_model(model: Any, options: PatchOptions, seams: PipelineSeams) -> None:
     """Puts a model's vocabulary over the pipeline.
 
     Raises:
@@ -70,7 +68,7 @@ def shard_model(
             raise PatchError(f"this {type(model).__name__} is patched with {rows[0].options}")
         _MODELS.add(model)
         return
-    reason = why_not_over_pipeline(model, options, language_model, seams)
+    reason = why_not_over_pipeline(model, options, seams)
     trains = model.output_layer.weight.requires_grad if reason is None and model.post_process else 0
     group = parallel_state().get_pipeline_model_parallel_group()
     everyone: list[Any] = [None] * group.size()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from megatron_patch.options import PatchOptions
 from megatron_patch.pipeline.rows import place
 from megatron_patch.refusals import foreign_hook, why_not, why_overridden
-from megatron_patch.seams import LAYERS, PipelineSeams, Seams, parallel_state
+from megatron_patch.seams import LAYERS, PipelineSeams, parallel_state
 from megatron_patch.stock import device_of, why_not_stock
 
 # Methods of GPTModel that nothing calls once a tied weight's rows are over the pipeline.
@@ -45,9 +45,7 @@ PLAIN = (
 )
 
 
-def why_not_over_pipeline(
-    model: Any, options: PatchOptions, seams: Seams, pipeline: PipelineSeams
-) -> str | None:
+def why_not_over_pipeline(model: Any, options: PatchOptions, pipeline: PipelineSeams) -> str | None:
     """Returns the reason against a stage's vocabulary over the pipeline; None: there is none."""
     if not isinstance(model, pipeline.gpt_model):
         return "only GPTModel is supported: run other models without it"
@@ -72,7 +70,7 @@ def why_not_over_pipeline(
             return reason
     if not model.post_process:
         return None
-    layer = model.output_layer
+    layer, seams = model.output_layer, pipeline.language_model
     reason = why_not(model, layer, seams, options) or foreign_hook(
         "output_layer", [("forward pre-hook", layer._forward_pre_hooks, _GONE)]
     )
