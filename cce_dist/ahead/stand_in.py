@@ -56,8 +56,8 @@ DEVICES = {
 }
 
 
-def find_device(name: str) -> tuple[str, Device]:
-    """Returns the architecture's name, such as "sm_90", and the GPU that stands for it.
+def find_device(name: str) -> Device:
+    """Returns the GPU that stands for an architecture, such as "sm_90".
 
     Raises:
         ValueError: nothing is known of such a GPU.
@@ -65,7 +65,7 @@ def find_device(name: str) -> tuple[str, Device]:
     known = {f"sm_{arch}": device for arch, device in DEVICES.items()}
     if name not in known:
         raise ValueError(f"arch must be one of {list(known)}, got {name!r}")
-    return name, known[name]
+    return known[name]
 
 
 _numbers = itertools.count(1000)

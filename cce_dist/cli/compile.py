@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .output import JsonPath, check_output, console_of_tables, hand_over, table_of
-from .plan_model import read_model, refusals
+from .output import JsonPath, check_output, console_of_tables, hand_over, refusals, table_of
+from .plan_model import read_model
 
 if TYPE_CHECKING:
     from cce_dist.ahead.calls import HeadCalls
@@ -69,14 +69,14 @@ def compile_command(
         from cce_dist.ahead.compile import compile_ahead
         from cce_dist.ahead.stand_in import find_device
 
-        devices = [find_device(each) for each in arch]
+        devices = {each: find_device(each) for each in arch}
         if Path(name).suffix in TRAINING:
             left = {"--tokens": tokens, "--tp": tp, "--dtype": dtype, "--loss": loss}
             calls = calls_of_training(Path(name), ranks, left)
         else:
             num_tokens = TOKENS if tokens is None else tokens
             calls = calls_of_model(name, num_tokens, tp, dtype or "bfloat16", loss or ())
-        reports = {each: compile_ahead(calls, device, cache) for each, device in devices}
+        reports = {each: compile_ahead(calls, device, cache) for each, device in devices.items()}
         findings = {each: describe(report) for each, report in reports.items()}
         hand_over(findings, json_path, lambda: show(findings))
     for each, report in reports.items():
@@ -156,7 +156,7 @@ def calls_of_model(
         rows, dim = map(int, shape.groups())
     else:
         model, _ = read_model(name)
-        rows, dim = model.rows or model.classes, model.dim
+        rows, dim = model.num_rows, model.dim
         if model.head_bias:
             tensors["bias"] = _dtype(dtype)
     known = [*LossOptions.__dataclass_fields__, *FURTHER]

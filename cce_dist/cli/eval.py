@@ -9,7 +9,7 @@ import typer
 
 from cce_dist.needs.extras import need_modules
 
-from .output import JsonPath, check_output, console_of_tables, hand_over, table_of
+from .output import JsonPath, check_output, console_of_tables, hand_over, refusals, table_of
 
 
 def evaluate(
@@ -53,11 +53,8 @@ def evaluate(
         stride=stride,
         cache=cache,
     )
-    try:
+    with refusals():
         check_output("--json", json_path)
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
     raise typer.Exit(run_evaluation(request, lambda findings: _hand_over(findings, json_path)))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,16 @@ WIDTH = 80
 JsonPath = Annotated[
     Path | None, typer.Option("--json", help="Write the findings here; - prints nothing but them.")
 ]
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turns errors of arguments and of files into a line on stderr and exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 def check_output(option: str, path: Path | None) -> None:

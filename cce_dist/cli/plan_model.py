@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +26,7 @@ from cce_dist.planner.search import (
     vocab_pays,
 )
 
-from .output import hand_over
+from .output import JsonPath, check_output, hand_over, refusals
 from .plan_plot import plot_plan, plot_timeline, require_picture
 from .plan_tables import show_plan, show_prediction
 
@@ -44,20 +42,9 @@ def flag(name: str, help: str) -> Any:
     return typer.Option(f"--{name}", help=help)
 
 
-JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the plan here; - prints it.")]
 PlotPath = Annotated[
     Path | None, typer.Option("--plot", help="Draw memory and timeline: PNG, PDF or SVG.")
 ]
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Turns errors of the planner and of files into a line on stderr and exit code 2."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 def model_command(
@@ -132,8 +119,7 @@ def model_command(
     """Time and memory of a training step, stage by stage, and a layout of its layers."""
     options = dict(locals())  # by name, for those that are fields of `Job`
     with refusals():
-        if json_path is not None and json_path.is_dir():
-            raise ValueError(f"json must be a file, got the folder {json_path}")
+        check_output("--json", json_path)
         require_picture(plot_path)
         model, notes = read_model(name)
         model = model if layers is None else replace(model, layers=layers)

@@ -9,7 +9,7 @@ import typer
 
 from cce_dist.needs.extras import need_modules
 
-from .plan_model import refusals
+from .output import refusals
 
 app = typer.Typer(
     help="The token ids of a model.", no_args_is_help=True, pretty_exceptions_enable=False

@@ -234,7 +234,7 @@ def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     for arguments, message in (
-        (("model", "GPT2", "--json", str(tmp_path)), "json must be a file, got the folder "),
+        (("model", "GPT2", "--json", str(tmp_path)), "--json must name a file, got the folder "),
         (("model", "GPT2", "--sequence", "512", "--plot", f"{file}/x.png"), "Errno"),
         (("times", str(times), "--plot", "x.xyz"), "plot must end with one of .png, .pdf, .svg"),
     ):
