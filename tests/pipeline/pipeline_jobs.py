@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from cce_dist.backends.triton.launch import replay
 from cce_dist.backends.triton.launch.steps import Recording
-from cce_dist.pipeline.embedding import TiedEmbedding
 from cce_dist.pipeline.schedules.last_stage import LastStageLoss
 from cce_dist.pipeline.warm_up import run_every_phase
 from tests.pipeline.pipeline_promises import Promise
@@ -23,13 +21,11 @@ from tests.pipeline.pipeline_setup import (
     Setup,
     arguments,
     grid_of,
-    make_head,
+    make_job,
     make_schedule,
-    make_served,
     make_stages,
     require_close,
     shards,
-    slice_of,
     stage_indices,
 )
 
@@ -40,17 +36,10 @@ def train(group: Any, setup: Setup, rel: float | None, steps: int = 2) -> dict[s
     Args: rel: how near; None: as the project promises of 16 bits.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    pipeline, tensor = grid_of(group, setup)
-    stage, depth = dist.get_rank(pipeline), dist.get_world_size(pipeline)
-    model = Model.make(setup, depth * setup.stages_of_a_rank)
+    job = make_job(group, setup)
+    model, head, indices = job.model, job.head, [stage.stage_index for stage in job.stages]
     right, divisor = model.whole(setup), setup.microbatches if setup.scale_grads else 1
     promise = Promise(model, setup, divisor) if rel is None else None
-    model.x = slice_of(setup, model.x, tensor)
-    head = make_head(setup, model, group, pipeline, tensor)
-    embedding = TiedEmbedding(head) if setup.tied else None
-    stages = make_stages(setup, model, pipeline, embedding)
-    schedule, loss, serving = make_served(setup, stages, head, embedding)
-    args, kwargs = arguments(stages, model, tied=setup.tied)
     scaled = {key: value / divisor for key, value in right.items()} | {"losses": right["losses"]}
     of_schedule: list[Tensor] = []
     for _ in range(steps):
@@ -60,21 +49,20 @@ def train(group: Any, setup: Setup, rel: float | None, steps: int = 2) -> dict[s
         if head.bias is not None:
             head.bias.grad = None
         of_schedule.clear()
-        with serving():
-            schedule.step(*args, losses=of_schedule, **kwargs)
-        found: dict[str, Tensor | None] = {"losses": torch.stack(loss.losses)}
+        job.step(of_schedule)
+        found: dict[str, Tensor | None] = {"losses": job.losses}
         if of_schedule:
             assert torch.equal(torch.stack(of_schedule).detach(), found["losses"])  # pyright: ignore
-        for index in stage_indices(setup, stage, depth):
+        for index in indices:
             for name, parameter in model.blocks[index].named_parameters():
                 if setup.sequence_parallel:
-                    dist.all_reduce(parameter.grad, group=tensor)
+                    dist.all_reduce(parameter.grad, group=head.tensor_group)
                 found[f"{index}.{name}"] = parameter.grad
         if rel is not None:
             require_close(found, scaled, rel)
         if promise is not None:
             promise.require("losses", found["losses"])  # pyright: ignore
-            for index in stage_indices(setup, stage, depth):
+            for index in indices:
                 promise.require_block(index, found)
         shard = shards(setup.vocab_size, size)[rank]
         rows = slice(shard.start, shard.stop)
@@ -90,35 +78,23 @@ def train(group: Any, setup: Setup, rel: float | None, steps: int = 2) -> dict[s
                     # Some ranks' rows may have next to no gradient: relative to the whole one's.
                     off = (grad - scaled[name][rows]).norm()
                     assert float(off) <= rel * float(scaled[name].norm()), (name, float(off))
-    head.close()
-    if embedding is not None:
-        embedding.close()
-    return {"losses": torch.stack(loss.losses), "weight_grad": head.weight.grad}
+    job.close()
+    return {"losses": job.losses, "weight_grad": head.weight.grad}
 
 
 def evaluate(group: Any, setup: Setup, rel: float = 1e-12) -> None:
     """`schedule.eval` makes no gradient, a step then does."""
-    pipeline, tensor = grid_of(group, setup)
-    model = Model.make(setup, dist.get_world_size(pipeline) * setup.stages_of_a_rank)
-    right = model.whole(setup)
-    model.x = slice_of(setup, model.x, tensor)
-    head = make_head(setup, model, group, pipeline, tensor)
-    embedding = TiedEmbedding(head) if setup.tied else None
-    stages = make_stages(setup, model, pipeline, embedding)
-    schedule, loss, serving = make_served(setup, stages, head, embedding)
-    args, kwargs = arguments(stages, model, tied=setup.tied)
-    for context in (torch.no_grad(), contextlib.nullcontext()):
-        with serving(backward=False), context:
-            schedule.eval(*args, **kwargs)
-    require_close({"losses": torch.stack(loss.losses)}, right, rel)
-    assert head.weight.grad is None
-    with serving():
-        schedule.step(*args, **kwargs)
-    assert head.weight.grad is not None
-    require_close({"losses": torch.stack(loss.losses)}, right, rel)
-    head.close()
-    if embedding is not None:
-        embedding.close()
+    job = make_job(group, setup)
+    right = job.model.whole(setup)
+    job.evaluate()
+    with job.serving(backward=False):
+        job.schedule.eval(*job.args, **job.kwargs)
+    require_close({"losses": job.losses}, right, rel)
+    assert job.head.weight.grad is None
+    job.step()
+    assert job.head.weight.grad is not None
+    require_close({"losses": job.losses}, right, rel)
+    job.close()
 
 
 def on_last_stage(group: Any, setup: Setup, rel: float, *, distils: bool = False) -> None:
@@ -198,57 +174,39 @@ def distilled_whole(model: Model) -> dict[str, Tensor]:
 
 def many_steps(group: Any, setup: Setup, steps: int) -> None:
     """Losses and gradients of every step are the first one's: no rank is ever behind or ahead."""
-    model = Model.make(setup, dist.get_world_size(group) * setup.stages_of_a_rank)
-    head = make_head(setup, model, group)
-    embedding = TiedEmbedding(head) if setup.tied else None
-    stages = make_stages(setup, model, group, embedding)
-    schedule, loss, serving = make_served(setup, stages, head, embedding)
-    args, kwargs = arguments(stages, model, tied=setup.tied)
-    first: list[Tensor] = []
+    job, first = make_job(group, setup), []
     for number in range(steps):
-        head.weight.grad = None
-        with serving():
-            schedule.step(*args, **kwargs)
-        assert head.weight.grad is not None
-        found = [torch.stack(loss.losses), head.weight.grad]
+        job.head.weight.grad = None
+        job.step()
+        assert job.head.weight.grad is not None
+        found = [job.losses, job.head.weight.grad]
         if number == 0 and setup.device == "cuda":
             continue  # it starts slowly
         first = first or found
         for a, b in zip(first, found, strict=True):
             assert torch.equal(a, b)
-    head.close()
-    if embedding is not None:
-        embedding.close()
+    job.close()
 
 
 def evaluate_between(group: Any, setup: Setup) -> None:
     """Two steps and an evaluation between them: the same bits, and every gradient stays what it was
     in the latter."""
-    model = Model.make(setup, dist.get_world_size(group) * setup.stages_of_a_rank)
-    head = make_head(setup, model, group)
-    embedding = TiedEmbedding(head) if setup.tied else None
-    stages = make_stages(setup, model, group, embedding)
-    schedule, loss, serving = make_served(setup, stages, head, embedding)
-    args, kwargs = arguments(stages, model, tied=setup.tied)
+    job = make_job(group, setup)
     found: list[tuple[Tensor, ...]] = []
-    mine = [p for stage in stages for p in stage.submod.parameters()]
+    mine = [job.head.weight, *(p for stage in job.stages for p in stage.submod.parameters())]
     for _ in range(2):
-        for parameter in (head.weight, *mine):
+        for parameter in mine:
             parameter.grad = None
-        with serving():
-            schedule.step(*args, **kwargs)
-        grads = [p.grad for p in (head.weight, *mine) if p.grad is not None]
-        assert len(grads) == 1 + len(mine)
-        found.append((torch.stack(loss.losses), *(x.clone() for x in grads)))
-        with serving(backward=False), torch.no_grad():
-            schedule.eval(*args, **kwargs)
-        for one, other in zip((torch.stack(loss.losses), *grads), found[-1], strict=True):
+        job.step()
+        grads = [p.grad for p in mine if p.grad is not None]
+        assert len(grads) == len(mine)
+        found.append((job.losses, *(x.clone() for x in grads)))
+        job.evaluate()
+        for one, other in zip((job.losses, *grads), found[-1], strict=True):
             assert torch.equal(one, other)
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
-    head.close()
-    if embedding is not None:
-        embedding.close()
+    job.close()
 
 
 def play_from_the_start(group: Any, setup: Setup) -> int:
@@ -257,20 +215,14 @@ def play_from_the_start(group: Any, setup: Setup) -> int:
     Returns: the number of kinds.
     """
     replay.forget_recordings()
-    model = Model.make(setup, dist.get_world_size(group) * setup.stages_of_a_rank)
-    head = make_head(setup, model, group)
-    run_every_phase(head)
-    assert head.weight.grad is None and head.grads._rows is None
+    job = make_job(group, setup)
+    run_every_phase(job.head)
+    assert job.head.weight.grad is None and job.head.grads._rows is None
     warm = [dict(function.kinds) for function in replay._functions]
-    stages = make_stages(setup, model, group)
-    schedule, _, serving = make_served(setup, stages, head)
-    args, kwargs = arguments(stages, model)
-    with serving():
-        schedule.step(*args, **kwargs)
-    with serving(backward=False), torch.no_grad():
-        schedule.eval(*args, **kwargs)
+    job.step()
+    job.evaluate()
     for function, before in zip(replay._functions, warm, strict=True):
         for kind in function.kinds:
             assert isinstance(before.get(kind), Recording), (function.__name__, kind)
-    head.close()
+    job.close()
     return sum(map(len, warm))

@@ -13,43 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cce_dist.pipeline.embedding import TiedEmbedding
 from cce_dist.pipeline.schedules import torch_schedules as pipelining
 from cce_dist.pipeline.schedules import vocab_1f1b as planned
-from tests.pipeline.pipeline_setup import (
-    Model,
-    Setup,
-    arguments,
-    grid_of,
-    make_head,
-    make_served,
-    make_stages,
-)
+from tests.pipeline.pipeline_setup import Job, Model, Setup, make_head, make_job
 
 # Of the stages' group and the head's: a rank that is told nothing waits no longer.
 TIMEOUT = timedelta(seconds=2)
 FIRST, LAST = "first", "last"
 
 
-@dataclass
-class Job:
-    """On a rank, before a step."""
-
-    setup: Setup
-    schedule: Any
-    stages: list[Any]
-    serving: Callable[..., Any]
-    args: tuple[Tensor, ...]
-    kwargs: dict[str, Tensor]
-
-    def step(self) -> None:
-        with self.serving():
-            self.schedule.step(*self.args, **self.kwargs)
-
-    def grow(self, rows: int) -> None:
-        """The batch, by this many of its rows."""
-        self.args = tuple(torch.cat([x, x[:rows]]) for x in self.args)
-        self.kwargs = {key: torch.cat([x, x[:rows]]) for key, x in self.kwargs.items()}
+def grow(job: Job, rows: int) -> None:
+    """The batch, by this many of its rows."""
+    job.args = tuple(torch.cat([x, x[:rows]]) for x in job.args)
+    job.kwargs = {key: torch.cat([x, x[:rows]]) for key, x in job.kwargs.items()}
 
 
 class Failing(nn.Module):
@@ -67,18 +43,18 @@ class Failing(nn.Module):
 
 
 def another_batch(job: Job) -> None:
-    job.grow(job.setup.microbatches)
+    grow(job, job.setup.microbatches)
     job.step()
 
 
 def another_batch_later(job: Job) -> None:
     job.step()
-    job.grow(job.setup.microbatches)
+    grow(job, job.setup.microbatches)
     job.step()
 
 
 def uneven_batch(job: Job) -> None:
-    job.grow(3)
+    grow(job, 3)
     job.step()
 
 
@@ -219,21 +195,16 @@ def misgiven(group: Any, name: str, schedule: str) -> dict[str, Any]:
     setup = replace(wrong.setup, schedule=schedule)
     ranks = dist.get_process_group_ranks(group)
     own = dist.new_group(ranks, timeout=TIMEOUT)
-    model = Model.make(setup, len(ranks) * setup.stages_of_a_rank)
-    head = make_head(setup, model, own, timeout=TIMEOUT)
-    embedding = TiedEmbedding(head, timeout=TIMEOUT) if setup.tied else None
-    stages = make_stages(setup, model, own, embedding)
-    runner, _, serving = make_served(setup, stages, head, embedding)
-    args, kwargs = arguments(stages, model, tied=setup.tied)
+    job = make_job(own, setup, timeout=TIMEOUT)
+    place = {FIRST: bool(job.args), LAST: bool(job.kwargs)}
     error: BaseException | None = None
     try:
-        wrong.run(Job(setup, runner, stages, serving, args, kwargs))
+        wrong.run(job)
     except Exception as found:
         error = found
     cause = None if error is None else error.__cause__
     return {
-        FIRST: bool(args),
-        LAST: bool(kwargs),
+        **place,
         "error": str(error),
         "kind": type(error).__name__,
         "cause": type(cause).__name__,
@@ -258,17 +229,11 @@ def other_numbers(group: Any, schedule: str, tensor: int) -> str:
     """Ranks have different numbers of microbatches."""
     fewer = dist.get_rank(group) % 2 == 0
     setup = Setup(schedule, microbatches=6 if fewer else 8, tensor=tensor)
-    pipeline, beside = grid_of(group, setup)
-    model = Model.make(setup, dist.get_world_size(pipeline) * setup.stages_of_a_rank)
-    head = make_head(setup, model, group, pipeline, beside, timeout=TIMEOUT)
-    stages = make_stages(setup, model, pipeline)
-    runner, _, serving = make_served(setup, stages, head)
-    args, kwargs = arguments(stages, model)
+    job = make_job(group, setup, timeout=TIMEOUT)
     try:
-        with serving():
-            runner.step(*args, **kwargs)
+        job.step()
     except ValueError as error:
         return str(error)
     finally:
-        head.close()
+        job.close()
     return ""

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cce_dist import LossOptions
-from cce_dist.pipeline.embedding import TiedEmbedding
 from cce_dist.pipeline.head import PipelineHead
 from cce_dist.pipeline.schedules import torch_schedules as pipelining
 from cce_dist.pipeline.schedules.last_stage import LastStageLoss
@@ -30,8 +29,8 @@ from tests.pipeline.pipeline_setup import (
     Setup,
     arguments,
     make_head,
+    make_job,
     make_schedule,
-    make_served,
     make_stages,
     require_close,
     shards,
@@ -181,14 +180,9 @@ def fail_once(group: Any) -> None:
 def die(group: Any, setup: Setup, rank: int, phase: str, backward: bool = True) -> None:
     """Process `rank` is gone in a phase of the third microbatch, of a step or an evaluation that
     would have more; a tied embedding's phases are looked for first."""
-    model = Model.make(setup, dist.get_world_size(group) * setup.stages_of_a_rank)
-    head = make_head(setup, model, group, timeout=timedelta(seconds=5))
-    embedding = TiedEmbedding(head) if setup.tied else None
-    stages = make_stages(setup, model, group, embedding)
-    schedule, _, serving = make_served(setup, stages, head, embedding)
-    args, kwargs = arguments(stages, model, tied=setup.tied)
+    job = make_job(group, setup, timeout=timedelta(seconds=5))
     if dist.get_rank(group) == rank:
-        dying: Any = embedding if hasattr(embedding, phase) else head
+        dying: Any = job.embedding if hasattr(job.embedding, phase) else job.head
         as_it_was = getattr(dying, phase)
 
         def run(index: int, *args: Any, **kwargs: Any) -> Any:
@@ -197,8 +191,8 @@ def die(group: Any, setup: Setup, rank: int, phase: str, backward: bool = True) 
             return as_it_was(index, *args, **kwargs)
 
         setattr(dying, phase, run)
-    with serving(backward=backward):
-        (schedule.step if backward else schedule.eval)(*args, **kwargs)
+    with job.serving(backward=backward):
+        (job.schedule.step if backward else job.schedule.eval)(*job.args, **job.kwargs)
 
 
 def phases_under_autocast(group: Any) -> None:
@@ -235,20 +229,14 @@ class ByKeyword(nn.Module):
 
 def inputs_by_keyword(group: Any, setup: Setup) -> None:
     """Which torch does not compare with a stage's input_args."""
-    model = Model.make(setup, dist.get_world_size(group) * setup.stages_of_a_rank)
-    right = model.whole(setup)
-    head = make_head(setup, model, group)
-    stages = make_stages(setup, model, group)
-    schedule, loss, serving = make_served(setup, stages, head)
-    args, kwargs = arguments(stages, model)
-    if args:
-        (kwargs["x"],) = args
-        (first,) = (stage for stage in stages if stage.is_first)
+    job = make_job(group, setup)
+    if job.args:
+        (job.kwargs["x"],), job.args = job.args, ()
+        (first,) = (stage for stage in job.stages if stage.is_first)
         first.submod = ByKeyword(first.submod)
-    with serving():
-        schedule.step(**kwargs)
-    require_close({"losses": torch.stack(loss.losses)}, right, 1e-12)
-    head.close()
+    job.step()
+    require_close({"losses": job.losses}, job.model.whole(setup), 1e-12)
+    job.close()
 
 
 def fail_before_the_thread(group: Any) -> None:

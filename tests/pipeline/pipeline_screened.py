@@ -19,16 +19,7 @@ from cce_dist.backends.triton.screened import steps as screened_steps
 from cce_dist.pipeline.head import PipelineHead
 from cce_dist.testing import Case, check_promise, dense_outputs, golden_outputs, zipf_inputs
 from cce_dist.testing.inputs import Inputs
-from tests.pipeline.pipeline_setup import (
-    PLANNED,
-    Model,
-    Setup,
-    arguments,
-    make_head,
-    make_served,
-    make_stages,
-    shards,
-)
+from tests.pipeline.pipeline_setup import PLANNED, Setup, make_job, shards
 
 OPTIONS: dict[str, Any] = {
     "logits": "screened",
@@ -164,32 +155,26 @@ def train_screened(group: Any, schedule: str) -> dict[str, int]:
     options = LossOptions(reduction="mean", **{**OPTIONS, "filter": Filter(keep=1.0)})
     setup = Setup(schedule, microbatches=2, vocab_size=300, options=options, dtype=torch.float16)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    model = Model.make(setup, size)
+    job = make_job(group, setup, quantize_once=schedule == PLANNED)
+    model, head = job.model, job.head
     dense, wide = (model.whole(setup), model.in_dtype(torch.float64).whole(setup))
     # Of a mean of ten tokens the baseline's own error may be 0 by luck.
     of_tokens = (dense["of tokens"] - wide["of tokens"]).square().sum(1)
     counts = (model.targets != -100).view(setup.microbatches, -1).sum(1)
     noise = float((of_tokens / counts.square()).mean().sqrt())
-    head = make_head(setup, model, group, quantize_once=schedule == PLANNED)
-    stages = make_stages(setup, model, group)
-    runner, loss, serving = make_served(setup, stages, head)
-    args, kwargs = arguments(stages, model)
 
     def check() -> None:
-        losses = torch.stack(loss.losses)
-        given = losses, wide["losses"], dense["losses"], torch.float32
+        given = job.losses, wide["losses"], dense["losses"], torch.float32
         check_promise("losses", *given, noise=noise)
 
     with screened_seen() as seen:
-        with serving():
-            runner.step(*args, **kwargs)
+        job.step()
         check()
         shard = shards(setup.vocab_size, size)[rank]
         assert head.weight.grad is not None
         grad = head.weight.grad[: shard.stop - shard.start]
         require_near(grad, wide["weight"][shard.start : shard.stop])
-        with serving(backward=False), torch.no_grad():
-            runner.eval(*args, **kwargs)
+        job.evaluate()
         check()
-    head.close()
+    job.close()
     return seen

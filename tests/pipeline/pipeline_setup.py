@@ -6,7 +6,8 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from cce_dist import LossOptions, VocabShard
 from cce_dist.pipeline.embedding import TiedEmbedding
-from cce_dist.pipeline.head import PipelineHead
+from cce_dist.pipeline.head import TIMEOUT, PipelineHead
 from cce_dist.pipeline.schedules.torch_schedules import VocabOverPipeline
 from cce_dist.pipeline.schedules.vocab_1f1b import ScheduleVocab1F1B
 from cce_dist.train.pipeline import step as training
@@ -279,6 +280,51 @@ def arguments(
     args = (given,) if any(stage.is_first for stage in stages) else ()
     kwargs = {"target": model.targets} if any(stage.is_last for stage in stages) else {}
     return args, kwargs
+
+
+@dataclass
+class Job:
+    """A rank's stages under a schedule that has the head, before a step."""
+
+    setup: Setup
+    model: Model
+    head: PipelineHead
+    embedding: TiedEmbedding | None
+    stages: list[Any]
+    schedule: Any
+    loss: Any  # has the losses of all microbatches
+    serving: Callable[..., Any]
+    args: tuple[Tensor, ...]
+    kwargs: dict[str, Tensor]
+
+    def step(self, losses: list[Tensor] | None = None) -> None:
+        with self.serving():
+            self.schedule.step(*self.args, losses=losses, **self.kwargs)
+
+    def evaluate(self) -> None:
+        with self.serving(backward=False), torch.no_grad():
+            self.schedule.eval(*self.args, **self.kwargs)
+
+    @property
+    def losses(self) -> Tensor:
+        return torch.stack(self.loss.losses)
+
+    def close(self) -> None:
+        self.head.close()
+        if self.embedding is not None:
+            self.embedding.close()
+
+
+def make_job(group: Any, setup: Setup, *, timeout: timedelta = TIMEOUT, **of_head: Any) -> Job:
+    pipeline, tensor = grid_of(group, setup)
+    model = Model.make(setup, dist.get_world_size(pipeline) * setup.stages_of_a_rank)
+    head = make_head(setup, model, group, pipeline, tensor, timeout=timeout, **of_head)
+    embedding = TiedEmbedding(head, timeout=timeout) if setup.tied else None
+    stages = make_stages(setup, model, pipeline, embedding)
+    served = make_served(setup, stages, head, embedding)
+    mine = replace(model, x=slice_of(setup, model.x, tensor))
+    given = arguments(stages, mine, tied=setup.tied)
+    return Job(setup, model, head, embedding, stages, *served, *given)
 
 
 def require_close(found: dict[str, Tensor | None], right: dict[str, Tensor], rel: float) -> None:
