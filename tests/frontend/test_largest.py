@@ -13,8 +13,8 @@ from cce_dist import largest_logits, quantize_weight
 from cce_dist.testing import DTYPES, PLACES, Place, grid
 
 
-def inputs(dtype: torch.dtype, place: Place, tokens: int = 300, columns: int = 1100) -> Any:
-    generator = torch.Generator().manual_seed(0)
+def inputs(dtype: torch.dtype, place: Place, tokens: int = 300) -> Any:
+    columns, generator = 1100, torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, 40, generator=generator).to(dtype)
     weight = torch.randn(columns, 40, generator=generator).to(dtype)
     bias = torch.randn(columns, generator=generator)

@@ -41,9 +41,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def temperatures(shape: tuple[int, ...] = (TOKENS,), *, seed: int = 2) -> Tensor:
+def temperatures(shape: tuple[int, ...]) -> Tensor:
     """From 0.25 to 4, so that tokens of a block differ by much."""
-    return 4 ** (2 * torch.rand(shape, generator=generator(seed), dtype=torch.float64) - 1)
+    return 4 ** (2 * torch.rand(shape, generator=generator(2), dtype=torch.float64) - 1)
 
 
 def leaves_of(inputs: Inputs, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:

@@ -11,15 +11,10 @@ from torch import Tensor
 import megatron_patch
 from megatron_patch import PatchError
 from megatron_patch.deferred import DeferredLogits
-from tests.megatron.megatron_head import Check, changed, head_loss, inputs, make_model
+from tests.megatron.megatron_head import Checks, changed, head_loss, inputs, make_model
 from tests.megatron.megatron_setup import CLASSES
 
-CHECKS: dict[str, Check] = {}
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = check = Checks()
 
 
 @check

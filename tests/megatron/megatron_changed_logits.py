@@ -15,17 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import megatron_patch
 from megatron_patch import PatchError
 from megatron_patch.deferred import DeferredLogits
-from tests.megatron.megatron_head import SETUP, head_loss, inputs, make_model
+from tests.megatron.megatron_head import SETUP, Checks, head_loss, inputs, make_model
 from tests.megatron.megatron_setup import CLASSES, SEQUENCE, Setup
 
 EXACT = {"gradient": "exact", "backend": "torch"}
-Check = Callable[[], None]
-CHECKS: dict[str, Check] = {}
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = check = Checks()
 
 
 def softcapped(z: Tensor, cap: float = 0.1) -> Tensor:

@@ -15,30 +15,22 @@ from tests.megatron.megatron_apply_checks import CHECKS as OF_APPLYING
 from tests.megatron.megatron_head import (
     BATCH,
     SETUP,
-    Check,
+    Checks,
     dense,
     head_loss,
     inputs,
     make_model,
+    run_in,
     whole,
 )
 from tests.megatron.megatron_logprobs import CHECKS as OF_LOGPROBS
-from tests.megatron.megatron_setup import CLASSES, SEQUENCE, Setup, megatron
+from tests.megatron.megatron_setup import CLASSES, SEQUENCE, Setup
 
-CHECKS: dict[str, Check] = {**OF_APPLYING, **OF_LOGPROBS}
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = check = Checks({**OF_APPLYING, **OF_LOGPROBS})
 
 
-def run_check(_: Any, name: str, checks: dict[str, Check] = CHECKS) -> None:
-    with megatron(SETUP):
-        try:
-            checks[name]()
-        finally:
-            megatron_patch.remove()
+def run_check(_: Any, name: str) -> None:
+    run_in(SETUP, CHECKS[name])
 
 
 def compare_with_golden(

@@ -17,9 +17,9 @@ from cce_dist import linear_distillation
 from cce_dist.reference import divergence_reference
 from megatron_patch import PatchError, distillation_loss
 from megatron_patch.distillation import loss as of_losses
-from tests.megatron.megatron_head import Check, changed
+from tests.megatron.megatron_head import Check, changed, run_in
 from tests.megatron.megatron_jobs import build, grads_of, make_config, wrap
-from tests.megatron.megatron_setup import BATCH, CLASSES, HIDDEN, SEQUENCE, Setup, megatron
+from tests.megatron.megatron_setup import BATCH, CLASSES, HIDDEN, SEQUENCE, Setup
 
 TP = Setup(tp=2)
 SP = Setup(tp=2, sequence_parallel=True)
@@ -39,22 +39,18 @@ def check(setup: Setup) -> Callable[[Check], Check]:
 
 
 def run_check(_: Any, name: str) -> None:
-    setup, function = CHECKS[name]
-    with megatron(setup):
-        try:
-            function()
-        finally:
-            megatron_patch.remove()
+    run_in(*CHECKS[name])
 
 
 def make_student(setup: Setup) -> Any:
     return build(setup, make_config(setup))[0]
 
 
-def make_teacher(setup: Setup, hidden_size: int = HIDDEN + 16) -> Any:
+def make_teacher(setup: Setup) -> Any:
     """A frozen model of its own width, whose logits are large enough to differ."""
     config = make_config(setup)
-    config.hidden_size, config.kv_channels = hidden_size, hidden_size // 2
+    config.hidden_size = HIDDEN + 16
+    config.kv_channels = config.hidden_size // 2
     model = build(setup, config)[0]
     with torch.no_grad():
         for parameter in model.parameters():

@@ -10,13 +10,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megatron_patch
 from tests.megatron.megatron_jobs import build, make_config
-from tests.megatron.megatron_setup import CLASSES, HIDDEN, SEQUENCE, Setup
+from tests.megatron.megatron_setup import CLASSES, HIDDEN, SEQUENCE, Setup, megatron
 
 # Megatron's own loss is off by a rounding: of few tokens, how much is the luck of a CPU.
 BATCH = 48
 SETUP = Setup(tp=2)
 Check = Callable[[], None]
+
+
+class Checks(dict[str, Check]):
+    """Checks by their names; each function that it decorates is one."""
+
+    def __call__(self, function: Check) -> Check:
+        self[function.__name__] = function
+        return function
+
+
+def run_in(setup: Setup, check: Check) -> None:
+    with megatron(setup):
+        try:
+            check()
+        finally:
+            megatron_patch.remove()
 
 
 def make_model(setup: Setup = SETUP) -> Any:

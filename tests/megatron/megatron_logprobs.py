@@ -16,16 +16,11 @@ from cce_dist import TokenLogprobs, TokenSupport
 from cce_dist.reference import Reference, linear_cross_entropy_reference
 from megatron_patch import LogprobOptions
 from megatron_patch.logprobs import turn_support
-from tests.megatron.megatron_head import BATCH, SETUP, Check, head_loss, inputs, make_model, whole
+from tests.megatron.megatron_head import BATCH, SETUP, Checks, head_loss, inputs, make_model, whole
 from tests.megatron.megatron_setup import CLASSES, SEQUENCE, Setup
 
-CHECKS: dict[str, Check] = {}
+CHECKS = check = Checks()
 STATS: Any = ("entropy", "sum_p2", "correct", "mean_logit")
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
 
 
 def processed(model: Any, hidden: Tensor, labels: Tensor | None, context: Any) -> TokenLogprobs:

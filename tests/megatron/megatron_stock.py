@@ -17,21 +17,23 @@ from torch import Tensor, nn
 import megatron_patch
 from megatron_patch import PatchError
 from tests.megatron.megatron_changed_logits import CHECKS as OF_LOGITS
-from tests.megatron.megatron_changed_logits import EXACT, Check, softcapped
-from tests.megatron.megatron_checks import run_check as run_any_check
-from tests.megatron.megatron_head import SETUP, changed, head_loss, inputs, make_model
+from tests.megatron.megatron_changed_logits import EXACT, softcapped
+from tests.megatron.megatron_head import (
+    SETUP,
+    Checks,
+    changed,
+    head_loss,
+    inputs,
+    make_model,
+    run_in,
+)
 from tests.megatron.megatron_setup import CLASSES, SEQUENCE, Setup
 
-CHECKS: dict[str, Check] = {**OF_LOGITS}
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = check = Checks(OF_LOGITS)
 
 
 def run_check(_: Any, name: str) -> None:
-    run_any_check(None, name, CHECKS)
+    run_in(SETUP, CHECKS[name])
 
 
 # -- classes ------------------------------------------------------------------------------------

@@ -13,26 +13,17 @@ import torch.distributed as dist
 import megatron_patch
 from megatron_patch import PatchError, PatchOptions
 from megatron_patch.pipeline import stages as pipeline
-from tests.megatron.megatron_head import changed
+from tests.megatron.megatron_head import Checks, changed, run_in
 from tests.megatron.megatron_jobs import build, forward_step, make_config, wrap
-from tests.megatron.megatron_setup import CLASSES, HIDDEN, SEQUENCE, Setup, megatron
+from tests.megatron.megatron_setup import CLASSES, HIDDEN, SEQUENCE, Setup
 from tests.megatron.pipeline.megatron_pipeline_refusals import CHECKS as OF_REFUSALS
-from tests.megatron.pipeline.megatron_stages import OPTIONS, SETUP, Check, is_last, make, schedule
+from tests.megatron.pipeline.megatron_stages import OPTIONS, SETUP, is_last, make, schedule
 
-CHECKS: dict[str, Check] = {**OF_REFUSALS}
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = check = Checks(OF_REFUSALS)
 
 
 def run_check(_: Any, name: str) -> None:
-    with megatron(SETUP):
-        try:
-            CHECKS[name]()
-        finally:
-            megatron_patch.remove()
+    run_in(SETUP, CHECKS[name])
 
 
 @check

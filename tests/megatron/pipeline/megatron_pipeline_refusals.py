@@ -10,17 +10,12 @@ import torch
 
 import megatron_patch
 from megatron_patch import PatchError, PatchOptions
-from tests.megatron.megatron_head import changed
+from tests.megatron.megatron_head import Checks, changed
 from tests.megatron.megatron_jobs import microbatch, wrap
 from tests.megatron.megatron_setup import BATCH, CLASSES, HIDDEN, SEQUENCE, Setup
-from tests.megatron.pipeline.megatron_stages import OPTIONS, SETUP, Check, is_last, make, schedule
+from tests.megatron.pipeline.megatron_stages import OPTIONS, SETUP, is_last, make, schedule
 
-CHECKS: dict[str, Check] = {}
-
-
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = check = Checks()
 
 
 @check

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +13,6 @@ from tests.megatron.megatron_setup import BATCH, SEQUENCE, Setup
 
 SETUP = Setup(pp=2)
 OPTIONS: dict[str, Any] = {"vocab_over_pipeline": True, "gradient": "exact", "backend": "torch"}
-Check = Callable[[], None]
 
 
 def make(setup: Setup = SETUP, *, ours: bool = True) -> Any:
