@@ -202,7 +202,9 @@ def _objective(call: Call, terms: TokenLoss) -> Objective:
     def objective(stats: Stats, at: slice) -> tuple[Tensor, Upstream]:
         nonlocal ones
         if kernels is None:
-            return terms.total_and_upstream(stats.nll, stats.lse, stats.smooth_logit, at)
+            lse_and_smooth = stats.lse, stats.smooth_logit
+            total = terms.per_token(stats.nll, *lse_and_smooth, at).sum()
+            return total, terms.upstream(*lse_and_smooth, at)
         ones = stats.lse.new_ones(()) if ones is None else ones
         total = kernels.total(stats.lse, stats.target_logit, terms.denominator)
         return total, Upstream(kernels.share_gradient(ones, stats.lse, terms.denominator))

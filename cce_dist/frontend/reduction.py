@@ -192,13 +192,6 @@ class TokenLoss:
             return losses
         return losses / self.denominator
 
-    def total_and_upstream(
-        self, nll: Tensor, lse: Tensor, smooth: Tensor | None, at: slice
-    ) -> tuple[Tensor, Upstream]:
-        """Returns the sum of tokens' losses, and its derivatives, outside of autograd."""
-        total = self.per_token(nll, lse, smooth, at).sum()
-        return total, self.upstream(lse, smooth, at)
-
     def upstream(
         self,
         lse: Tensor,

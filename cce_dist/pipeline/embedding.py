@@ -127,7 +127,9 @@ class TiedEmbedding(nn.Module):
         if batch is None or batch.tokens.shape != tokens.shape:
             raise ValueError(f"{rule}, got {list(tokens.shape)} in call {index}")
         require((batch.tokens == tokens).all(), lambda: f"{rule}, got others", rule)
-        return _Rows.apply(self._anchor(), self, index)
+        # Autograd must ask for a gradient, and the weight's node must not run.
+        anchor = torch.empty(0, device=head.weight.device, requires_grad=True)
+        return _Rows.apply(anchor, self, index)
 
     def rows(self, index: int) -> Tensor:
         """Returns the rows of `forward`, without autograd."""
@@ -218,10 +220,6 @@ class TiedEmbedding(nn.Module):
         rows = self.head.shard.local_targets(tokens.reshape(-1))
         mine = rows >= 0
         return mine, rows.clamp_min(0)
-
-    def _anchor(self) -> Tensor:
-        # Autograd must ask for a gradient, and the weight's node must not run.
-        return torch.empty(0, device=self.head.weight.device, requires_grad=True)
 
 
 def _nothing() -> None:

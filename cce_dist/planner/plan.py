@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal
 
 from cce_dist.planner.cost.hardware import GIB, Hardware
 from cce_dist.planner.cost.job import Job
@@ -131,8 +130,9 @@ def schedule_of(costs: Costs) -> Schedule:
     """
     job = costs.job
     if job.schedule_name != "vocab":
+        framework = job.software.framework
         return _fixed_schedule(
-            job.schedule_name, job.pp, job.microbatches, job.chunks, job.software.framework
+            job.schedule_name, job.pp, job.microbatches, chunks=job.chunks, framework=framework
         )
     layout, embeds = even_layout(costs.model.layers, job.stages), costs.is_embedding_shared
     if job.is_patched:
@@ -154,12 +154,8 @@ def _times_of_sizes(costs: Costs, layout: Sequence[int]) -> Times:
     return Times(1.0, backward, statistics=head, gradients=3 * head)
 
 
-@lru_cache(maxsize=4)
-def _fixed_schedule(
-    name: str, ranks: int, microbatches: int, chunks: int, framework: Literal["torch", "megatron"]
-) -> Schedule:
-    """Makes a schedule that needs no times; cached, since a search makes it many times."""
-    return make_schedule(name, ranks, microbatches, chunks=chunks, framework=framework)
+# A schedule that needs no times: a search makes it many times.
+_fixed_schedule = lru_cache(maxsize=4)(make_schedule)
 
 
 def make_plan(

@@ -83,24 +83,21 @@ class Server(threading.Thread):
             self.sent()
 
     def before_pass(self) -> None:
-        """Notes that a pass starts: the schedule has sent the outputs of earlier passes."""
+        """Notes that a pass starts: the schedule has sent the outputs of earlier passes.
+
+        The host waits for all inputs of the pass. A pass that waits for another rank may have more
+        launches than the device queues. Its thread would then wait in the driver, and keep the
+        serving thread out of the driver.
+        """
         self.sent()
-        self.wait_for_input()
+        if self._stream is not None and self.head.paced:
+            mark(self.head.weight.device).synchronize()
 
     def sent(self) -> None:
         """Notes that the stages' outputs so far have been sent."""
         for _ in range(self._forwards - self._sent):
             self._forwarded.release()
         self._sent = self._forwards
-
-    def wait_for_input(self) -> None:
-        """Waits on the host for all inputs of the next pass.
-
-        A pass that waits for another rank may have more launches than the device queues. Its thread
-        would then wait in the driver, and keep the serving thread out of the driver.
-        """
-        if self._stream is not None and self.head.paced:
-            mark(self.head.weight.device).synchronize()
 
     def grad(self, index: int) -> Tensor:
         """Waits for the gradient of a microbatch's hidden states, and returns it."""

@@ -132,10 +132,6 @@ def describe_lost_peer(rank: int, peer: Peer, *, died: bool, place: Seen) -> str
     return f"{text}, {'stopped by a signal' if is_stopped else 'hanging'}; this rank ends it"
 
 
-def describe_place(rank: int, seen: Seen) -> str:
-    return f"rank {rank} is alive in {seen}"
-
-
 def find_skipped(places: Mapping[int, Seen], *, in_order: bool) -> str | None:
     """Describes the rank that skipped a collective in which another rank waits.
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from cce_dist.train.errors import JobError, first_line, say_error, say_traceback
 from cce_dist.train.ranks import Ranks
 
-from .blame import FINISHED, Beat, Peer, describe_lost_peer, describe_place, find_skipped
+from .blame import FINISHED, Beat, Peer, describe_lost_peer, find_skipped
 from .place import Place
 
 # A healthy rank beats this often; shorter timeouts beat faster.
@@ -125,7 +125,8 @@ class Heartbeat:
         if lost_peers:
             return self._blame(lost_peers)
         # Every rank lives, but a rank may not have reached the collective.
-        places = [describe_place(rank, peer.seen) for rank, peer in sorted(self.peers.items())]
+        peers = sorted(self.peers.items())
+        places = [f"rank {rank} is alive in {peer.seen}" for rank, peer in peers]
         return self._leave(self._find_skipped() or "; ".join([message, *places]), [])
 
     def refuse(self, error: JobError) -> str | None:
