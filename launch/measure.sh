@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Usage: [KNOB=VALUE ...] launch/measure.sh [PART [OPTION ...]]
-# Measures the figures of docs/notebook/README.md, docs/design/pipelines.md and docs/notebook/README.md#records on this
-# machine's GPUs; rows, records and logs go to OUT. Without PART all parts run, one after the other,
-# also after a part that fails. With PART only that part runs, and its command gets the options.
+# Measures the figures of docs/notebook/README.md and docs/design/pipelines.md on this machine's GPUs;
+# rows, records and logs go to OUT. Without PART all parts run, one after the other, also after a
+# part that fails. With PART only that part runs, and its command gets the options.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -3,7 +3,7 @@
 Within them a call of the loss decides as it does on the GPU, and asks Triton for the same binaries.
 """
 
-# Stand-ins for torch's and Triton's own have not their types.
+# The stand-ins lack the types of torch's and Triton's own.
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations

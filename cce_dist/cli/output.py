@@ -1,4 +1,4 @@
-"""Findings of commands: on the terminal, and in files, checked before the work they are made by."""
+"""Findings of commands, on the terminal and in files, and refusals of arguments."""
 
 from __future__ import annotations
 
