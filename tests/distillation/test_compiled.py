@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo import trace_rules
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -18,7 +17,7 @@ from cce_dist import VocabShard, linear_distillation
 from cce_dist.testing import DTYPES, TORCH_CPU, TRITON_PLACES, Place, shared_pool
 from tests.distillation.test_by_kernels import PLAIN, zipf
 from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, upstream_of
-from tests.frontend.compile.compile_cases import WARNING
+from tests.frontend.compile.compile_cases import WARNING, poison  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{WARNING}:DeprecationWarning")
 RELATIVE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
@@ -28,14 +27,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "alpha, one temperature": {"temperature": 1.0},
     "the mean alone": {"alpha": 0.0, "stats": (), "reduction": "mean", "shift": 0},
 }
-
-
-@pytest.fixture(autouse=True)
-def poison() -> None:
-    """None in this file: the compiler knows torch.empty by its identity. What it has learnt of it
-    in other tests is forgotten too."""
-    trace_rules.clear_lru_cache()
-    torch._dynamo.reset()
 
 
 def results_of(run: Any, both: Both) -> tuple[Any, tuple[Tensor, ...]]:

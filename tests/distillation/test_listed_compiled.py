@@ -8,21 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo import trace_rules
 
 from cce_dist import TeacherLogprobs, teacher_topk
 from tests.distillation.listed_teachers import DIVERGENCES, RESTS, Student, upstream_of
-from tests.frontend.compile.compile_cases import WARNING
+from tests.frontend.compile.compile_cases import WARNING, poison  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{WARNING}:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def poison() -> None:
-    """None in this file: the compiler knows torch.empty by its identity. What it has learnt of it
-    in other tests is forgotten too."""
-    trace_rules.clear_lru_cache()
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)

@@ -25,7 +25,7 @@ from cce_dist.testing import (
     grid,
     shared_pool,
 )
-from tests.support.reachable import reachable_tensors
+from tests.support.reachable import largest_storage, reachable_tensors
 
 # Marks of this vocabulary, 6 KB, are more than the vectors of so many tokens.
 TOKENS, CLASSES, DIM = 40, 768, 16
@@ -101,10 +101,6 @@ def gradients(given: dict[str, Any]) -> list[Tensor | None]:
     found = [given["hidden"].grad, given["weight"].grad, given.get("grad_weight_into")]
     given["hidden"].grad = given["weight"].grad = None
     return found
-
-
-def largest_storage(loss: Tensor) -> int:
-    return max((x.untyped_storage().nbytes() for x in reachable_tensors(loss)), default=0)
 
 
 def assert_keeps_vectors(loss: Tensor) -> None:

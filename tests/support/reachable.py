@@ -55,3 +55,8 @@ def reachable_tensors(loss: Tensor) -> list[Tensor]:
         seen[id(thing)] = thing
         waiting.extend(_next_to(thing))
     return [thing for thing in seen.values() if isinstance(thing, Tensor)]
+
+
+def largest_storage(loss: Tensor) -> int:
+    """Returns the bytes of the largest tensor among them, or 0."""
+    return max((x.untyped_storage().nbytes() for x in reachable_tensors(loss)), default=0)

@@ -362,8 +362,3 @@ def test_guard_ends_a_rank_whose_store_never_answers(monkeypatch: pytest.MonkeyP
     assert said[0] is not None and "rank 0, which holds the store" in said[0]
     first.is_launchers_store = True
     assert "the launcher's store is gone" in str(first._describe_lost_store("no answer for 1 s"))
-
-
-def test_seen_is_what_a_message_says() -> None:
-    place = replace(seen(step=3), phase="reduce")
-    assert str(place) == "step 3 (reduce)"

@@ -1,15 +1,25 @@
-"""Tensors and options of a compiled loss."""
+"""Tensors and options of a compiled loss, and a fixture that tests of the compiler import."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import trace_rules
 
 from cce_dist import Filter
 
 WARNING = ".torch.jit.script_method"
 BATCH, LENGTH, CLASSES, DIM = 4, 50, 600, 16
 SOME = Filter(keep=0.01)
+
+
+@pytest.fixture(autouse=True)
+def poison() -> None:
+    """No poison where this is imported: the compiler knows torch.empty by its identity. What it has
+    learnt of it in other tests is forgotten too."""
+    trace_rules.clear_lru_cache()
+    torch._dynamo.reset()
 
 
 def made(dtype: torch.dtype, device: str = "cpu", ignored: float = 0.2) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo import trace_rules
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from cce_dist import (
@@ -25,10 +24,19 @@ from cce_dist import (
 )
 from cce_dist.ranks.mpi import MPIGroup
 from cce_dist.testing import DTYPES, TORCH_CPU, TRITON_CPU, TRITON_CUDA, Place, grid
-from tests.frontend.compile.compile_cases import BATCH, CLASSES, DIM, LENGTH, SOME, WARNING, made
+from tests.frontend.compile.compile_cases import (
+    BATCH,
+    CLASSES,
+    DIM,
+    LENGTH,
+    SOME,
+    WARNING,
+    made,
+    poison,  # noqa: F401
+)
 from tests.support.grids import GPU_PLACES, joined
 from tests.support.listed_cases import STATS, Listing
-from tests.support.reachable import reachable_tensors
+from tests.support.reachable import largest_storage
 
 pytestmark = [
     # What torch 2.11's compiler imports.
@@ -49,14 +57,6 @@ IN_BOTH = ("fp32", "bf16")
 LEAVES = ("hidden", "weight", "bias", "token_weight")
 
 
-@pytest.fixture(autouse=True)
-def poison() -> None:
-    """None in this file: the compiler knows torch.empty by its identity. What it has learnt of it
-    in other tests is forgotten too."""
-    trace_rules.clear_lru_cache()
-    torch._dynamo.reset()
-
-
 def scalar_of(result: Tensor | LossOutput) -> Tensor:
     """A number that depends on whatever can be differentiated."""
     if isinstance(result, Tensor):
@@ -65,10 +65,6 @@ def scalar_of(result: Tensor | LossOutput) -> Tensor:
     if result.lse is not None:
         total = total + 0.01 * result.lse.square().sum()
     return total if result.entropy is None else total + result.entropy.sum()
-
-
-def largest_storage(loss: Tensor) -> int:
-    return max((x.untyped_storage().nbytes() for x in reachable_tensors(loss)), default=0)
 
 
 def step(run: Callable[..., Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:

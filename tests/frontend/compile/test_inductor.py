@@ -13,21 +13,13 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 
 from cce_dist import TokenSupport, linear_cross_entropy, linear_distillation, token_logprobs
-from tests.frontend.compile.compile_cases import WARNING
+from tests.frontend.compile.compile_cases import WARNING, poison  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{WARNING}:DeprecationWarning")
 CLASSES, DIM = 5000, 32
-
-
-@pytest.fixture(autouse=True)
-def poison() -> None:
-    """None in this file: the compiler knows torch.empty by its identity."""
-    trace_rules.clear_lru_cache()
-    torch._dynamo.reset()
 
 
 def policy(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
