@@ -171,10 +171,6 @@ class ForkedJob:
     store: Any = None
     ended_at: dict[int, float] = field(default_factory=dict)
 
-    @property
-    def has_ended(self) -> bool:
-        return len(self.ended_at) == len(self.processes)
-
     def finish(self) -> Ending:
         codes = [process.exitcode for process in self.processes]
         began = float(self.note.read_text()) if self.note.exists() else 0.0
