@@ -112,14 +112,12 @@ def test_train_while_a_node_is_lost_and_comes_back(config: Path, tmp_path: Path)
         wait_for_step(job, folder, reached + 3)
         # The new node's restart count begins at 0; the count of the node that stayed goes on.
         job.add_node()
-        # A node that joins late on a busy machine finds the others started without it once more.
-        while starts(job.output.read_text())[-1][0] != 4:
+        while len(starts(job.output.read_text())) < 3:
             wait_for_step(job, folder, len(read_losses(folder)) + 1)
         wait_for_step(job, folder, len(read_losses(folder)) + 3)
         stop(job)
         output = job.output.read_text()
-    sizes = [size for size, _ in starts(output)]
-    assert (sizes[0], set(sizes[1:-1]), sizes[-1]) == (4, {2}, 4), output
+    assert [size for size, _ in starts(output)] == [4, 2, 4], output
     losses = read_losses(folder)
     undisturbed = train(
         4, config, "undisturbed", "--parallel.tp", "all", "--steps", f"{len(losses)}"
