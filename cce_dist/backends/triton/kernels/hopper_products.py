@@ -59,6 +59,14 @@ def load_product(
 
 
 @gluon.jit
+def release_before(empty, step, pred, STAGES: gl.constexpr):
+    """Releases the stage of the step before, if `pred`: one warp signals for all four of the group
+    that they have finished its product."""
+    thread_barrier()
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=pred)
+
+
+@gluon.jit
 def product_of(
     e_tiles,
     c_tiles,
@@ -91,13 +99,10 @@ def product_of(
         else:
             x = warpgroup_mma(c, e.permute((1, 0)), x, use_acc=k > 0, is_async=True)
         x = warpgroup_mma_wait(1, deps=(x,))
-        # One warp signals for all four that they have finished the product before.
-        thread_barrier()
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        release_before(empty, step, k > 0, STAGES)
         step += 1
     x = warpgroup_mma_wait(0, deps=(x,))
-    thread_barrier()
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+    release_before(empty, step, True, STAGES)
     return x, step
 
 
@@ -160,11 +165,8 @@ def turned_product_of(
             b = b.permute((1, 0))
         x = warpgroup_mma(a, b, x, use_acc=k > 0, is_async=True)
         x = warpgroup_mma_wait(1, deps=(x,))
-        # One warp signals for all four that they have finished the product before.
-        thread_barrier()
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        release_before(empty, step, k > 0, STAGES)
         step += 1
     x = warpgroup_mma_wait(0, deps=(x,))
-    thread_barrier()
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=steps > 0)
+    release_before(empty, step, steps > 0, STAGES)
     return x, step

@@ -126,21 +126,22 @@ def load_tasks(
     while task < end:
         tell(tasks, told, taken, number, task)
         number += 1
-        at, phase, i = place_of(
+        chunk_number, phase, i = place_of(
             task, V, chunk, half, pairs, dds_slices, dsd_tasks, gl.num_programs(0)
         )
-        if at * PHASES + phase != waited_for:
-            needs = needs_of(at, phase, V, chunk, half, pairs, dds_slices, dsd_tasks)
+        if chunk_number * PHASES + phase != waited_for:
+            needs = needs_of(chunk_number, phase, V, chunk, half, pairs, dds_slices, dsd_tasks)
             wait_for_phases(queue_ptr + 2, needs)
-            waited_for = at * PHASES + phase
-        columns = gl.minimum(chunk, V - at * chunk)
+            waited_for = chunk_number * PHASES + phase
+        first_column = chunk_number * chunk
+        columns = gl.minimum(chunk, V - first_column)
         if phase < DDS_1:
             pair, column = sdd_place(i, columns, half, phase)
             row = pair * ROWS
             for k in range(0, D, STEP):
                 step = load_step(
                     hidden_rows, weight_rows, a_tiles, b_tiles, full, empty, step,
-                    [row, k], [row + SIDE, k], [at * chunk + column, k], STAGES,
+                    [row, k], [row + SIDE, k], [first_column + column, k], STAGES,
                 )  # fmt: skip
         elif phase == DSD:
             pair, dim, piece = dsd_place(i, slices, pieces)
@@ -149,7 +150,7 @@ def load_tasks(
             for k in range(start, stop, STEP):
                 step = load_step(
                     chunk_rows, weight_steps, a_tiles, b_turned, full, empty, step,
-                    [row, k], [row + SIDE, k], [at * chunk + k, dim], STAGES,
+                    [row, k], [row + SIDE, k], [first_column + k, dim], STAGES,
                 )  # fmt: skip
         else:
             column, dim = dds_place(i, half, phase, slices)
@@ -213,13 +214,14 @@ def multiply_tasks(group, operands, FLAGS: gl.constexpr):
     step, number, stored, stored_in = 0, 0, -1, -1
     task = next_task(tasks, told, taken, number)
     while task < end:
-        at, phase, i = place_of(
+        chunk_number, phase, i = place_of(
             task, V, chunk, half, pairs, dds_slices, dsd_tasks, gl.num_programs(0)
         )
-        columns = gl.minimum(chunk, V - at * chunk)
+        first_column = chunk_number * chunk
+        columns = gl.minimum(chunk, V - first_column)
         # A task's stores are over by the end of the next one's product. But the next one may wait
         # for them, unless it is of the same phase.
-        if at * PHASES + phase != stored_in:
+        if chunk_number * PHASES + phase != stored_in:
             tell_done(queue_ptr, stored)
             stored = -1
         if phase < DDS_1:
@@ -234,9 +236,9 @@ def multiply_tasks(group, operands, FLAGS: gl.constexpr):
             )  # fmt: skip
             tell_done(queue_ptr, stored)
             store_d_logits(
-                x, upstream, token, local, at * chunk + local, chunk_parts, parts, group, bias_ptr,
-                class_weight_ptr, V, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, HAS_SMOOTH,
-                HAS_CLASS_WEIGHT,
+                x, upstream, token, local, first_column + local, chunk_parts, parts, group,
+                bias_ptr, class_weight_ptr, V, softcap, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY,
+                HAS_SMOOTH, HAS_CLASS_WEIGHT,
             )  # fmt: skip
         elif phase == DSD:
             pair, dim, piece = dsd_place(i, slices, pieces)
@@ -247,7 +249,7 @@ def multiply_tasks(group, operands, FLAGS: gl.constexpr):
             )  # fmt: skip
             tell_done(queue_ptr, stored)
             add_grad_hidden(
-                x * grad_scale, pair * ROWS + group * SIDE, dim, at == 0, row_ptr,
+                x * grad_scale, pair * ROWS + group * SIDE, dim, chunk_number == 0, row_ptr,
                 grad_hidden_ptr + piece.to(gl.int64) * num_rows * D, count, D,
             )  # fmt: skip
         else:
@@ -259,17 +261,17 @@ def multiply_tasks(group, operands, FLAGS: gl.constexpr):
             )  # fmt: skip
             tell_done(queue_ptr, stored)
             store_grad_weight(
-                x * grad_scale, at * chunk + local, dim, grad_parts, parts, group, tail_ptr,
+                x * grad_scale, first_column + local, dim, grad_parts, parts, group, tail_ptr,
                 class_weight_ptr, grad_weight_ptr, V, D, stride_gv, HAS_MEAN, HAS_CLASS_WEIGHT,
                 ACCUMULATE, COPIES_PARTS,
             )  # fmt: skip
             if HAS_GRAD_BIAS:  # noqa: SIM102
                 if dim == 0:
                     store_grad_bias(
-                        local, at * chunk + local, chunk_ptr, class_weight_ptr, tail_bias_ptr,
+                        local, first_column + local, chunk_ptr, class_weight_ptr, tail_bias_ptr,
                         grad_bias_ptr, count, grad_scale, V, chunk, HAS_MEAN, HAS_CLASS_WEIGHT,
                     )  # fmt: skip
-        stored, stored_in = phase, at * PHASES + phase
+        stored, stored_in = phase, chunk_number * PHASES + phase
         number += 1
         task = next_task(tasks, told, taken, number)
     tell_done(queue_ptr, stored)

@@ -1,5 +1,5 @@
-"""What the groups of warps of `hopper_exact_kernel` do with a product: d_logits, and both
-gradients."""
+"""The stores of `hopper_exact_kernel`: d_logits, the weight's gradient, the bias's and the hidden
+one."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -169,6 +169,7 @@ def add_grad_hidden(
     count,
     D,
 ):
+    """Adds a tile of the hidden gradient to memory."""
     LAYOUT: gl.constexpr = x.type.layout
     tokens = token + gl.arange(0, SIDE, gl.SliceLayout(1, LAYOUT))
     dims = dim + gl.arange(0, SIDE, gl.SliceLayout(0, LAYOUT))
