@@ -58,9 +58,9 @@ def list_tasks(
         if phase < DDS_1:
             row, column = sdd_place(i, columns, half, phase)
         elif phase == DSD:
-            row, column, piece = dsd_place(i, slices, pieces)
+            row, column, piece = dsd_place(i, pairs, slices, pieces)
         else:
-            row, column = dds_place(i, half, phase, slices)
+            row, column = dds_place(i, columns, half, phase, slices)
         out = task_ptr + task * (FIELDS + PHASES)
         tl.store(out, number)
         tl.store(out + 1, phase)

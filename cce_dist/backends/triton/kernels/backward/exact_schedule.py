@@ -11,9 +11,13 @@ A task has ROWS x SIDE products of logits, or of a gradient.
 import triton
 import triton.language as tl
 
+from cce_dist.backends.triton.kernels.numbers import slice_of
+
 # Rows and columns of a task's product.
 ROWS = tl.constexpr(256)
 SIDE = tl.constexpr(128)
+# Slices of SIDE dims that all tiles, or all pairs, finish before the next: see `slice_of`.
+AT_ONCE = tl.constexpr(12)
 # The phases of a chunk.
 SDD_1 = tl.constexpr(0)
 SDD_2 = tl.constexpr(1)
@@ -104,12 +108,16 @@ def sdd_place(i, columns, half, phase):
 
 
 @triton.jit
-def dds_place(i, half, phase, slices):
+def dds_place(i, columns, half, phase, slices):
     """Returns the first column in the chunk, and the first dim, of a task of DDS."""
-    return tl.where(phase == DDS_1, 0, half) + i // slices * ROWS, i % slices * SIDE
+    first = tl.where(phase == DDS_1, 0, half)
+    tiles = tl.cdiv(tl.minimum(columns - first, half), ROWS)
+    tile, slice_ = slice_of(i, tiles, slices, AT_ONCE)
+    return first + tile * ROWS, slice_ * SIDE
 
 
 @triton.jit
-def dsd_place(i, slices, pieces):
+def dsd_place(i, pairs, slices, pieces):
     """Returns the pair of token blocks, the first dim and the piece of a task of DSD."""
-    return i // pieces // slices, i // pieces % slices * SIDE, i % pieces
+    pair, slice_ = slice_of(i // pieces, pairs, slices, AT_ONCE)
+    return pair, slice_ * SIDE, i % pieces

@@ -144,7 +144,7 @@ def load_tasks(
                     [row, k], [row + SIDE, k], [first_column + column, k], STAGES,
                 )  # fmt: skip
         elif phase == DSD:
-            pair, dim, piece = dsd_place(i, slices, pieces)
+            pair, dim, piece = dsd_place(i, pairs, slices, pieces)
             row = pair * ROWS
             start, stop = piece_of(piece, pieces, columns, STEP)
             for k in range(start, stop, STEP):
@@ -153,7 +153,7 @@ def load_tasks(
                     [row, k], [row + SIDE, k], [first_column + k, dim], STAGES,
                 )  # fmt: skip
         else:
-            column, dim = dds_place(i, half, phase, slices)
+            column, dim = dds_place(i, columns, half, phase, slices)
             for k in range(0, count, STEP):
                 step = load_step(
                     chunk_steps, hidden_steps, a_turned, b_turned, full, empty, step,
@@ -241,7 +241,7 @@ def multiply_tasks(group, operands, FLAGS: gl.constexpr):
                 HAS_SMOOTH, HAS_CLASS_WEIGHT,
             )  # fmt: skip
         elif phase == DSD:
-            pair, dim, piece = dsd_place(i, slices, pieces)
+            pair, dim, piece = dsd_place(i, pairs, slices, pieces)
             begin, stop = piece_of(piece, pieces, columns, STEP)
             x, step = turned_product_of(
                 a_tiles, b_turned, full, empty, group, step, gl.cdiv(stop - begin, STEP), False,
@@ -253,7 +253,7 @@ def multiply_tasks(group, operands, FLAGS: gl.constexpr):
                 grad_hidden_ptr + piece.to(gl.int64) * num_rows * D, count, D,
             )  # fmt: skip
         else:
-            local, dim = dds_place(i, half, phase, slices)
+            local, dim = dds_place(i, columns, half, phase, slices)
             local += group * SIDE
             x, step = turned_product_of(
                 a_turned, b_turned, full, empty, group, step, gl.cdiv(count, STEP), True, True,
