@@ -23,8 +23,8 @@ ROWS, SIDE = 256, 128
 # Numbers that a step of a product's sum takes, and steps that are loaded ahead.
 STEP, STAGES = 64, 4
 # Tiles of an operand whose rows are a product's, and of one whose rows its sum runs over; and the
-# part of a result that is stored at a time.
-TILES, PART = ((SIDE, STEP), (STEP, SIDE)), (SIDE, 32)
+# parts of a result, in 16 bits and in fp32, that are stored at a time.
+TILES, PART, SUM_PART = ((SIDE, STEP), (STEP, SIDE)), (SIDE, 32), (SIDE, 16)
 # Of the workspace, for d_logits of a chunk. With the whole, a call of 8,192 tokens and 2,304 dims
 # would take 134 MiB beside its gradients, and one hundredth less time.
 SHARE = 7 / 8
@@ -79,10 +79,12 @@ def _launch(
     descriptors = [_describe(matrix, tile) for matrix in (hidden, weight, memory) for tile in TILES]
     # A descriptor stores no other dtype than the shared memory's.
     copies = into is not None and into.dtype == weight.dtype and takes_tma(into)
+    sums = per_token.factors if grads.hidden is None else grads.hidden.flatten(0, 1)
     start(hopper_exact_kernel, (programs,))(
         *descriptors,
         _describe(memory, PART),
         _describe(into, PART) if into is not None and copies else state.count,
+        _describe(sums, SUM_PART),
         memory,
         state.or_dummy(head.bias),
         state.or_dummy(head.class_weight),

@@ -61,6 +61,7 @@ def why_no_gluon() -> str | None:
     """Says why this Triton cannot compile the kernels; None if it can."""
     installed = f"triton {triton.__version__}"
     try:
+        from triton._C.libtriton.gluon_ir import GluonOpBuilder
         from triton.experimental.gluon import language
         from triton.experimental.gluon.language.nvidia import hopper
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -78,7 +79,9 @@ def why_no_gluon() -> str | None:
         taken = tuple(inspect.signature(function).parameters)
         if taken[: len(expected)] != expected:
             return f"{installed}: {name} takes {taken}, and {expected} was expected"
-    return None
+    # See `gluon_names.async_add`.
+    has_add = hasattr(GluonOpBuilder, "create_async_tma_reduce")
+    return None if has_add else f"{installed} has no create_async_tma_reduce in Gluon"
 
 
 def num_groups(weight: Tensor, tiles: KernelTiles) -> int:
@@ -201,5 +204,6 @@ def layout_of(rows: int, columns: int, dtype: torch.dtype) -> object:
         torch.float16: gl.float16,
         torch.int8: gl.int8,
         torch.float8_e4m3fn: gl.float8e4nv,
+        torch.float32: gl.float32,
     }
     return gl.NVMMASharedLayout.get_default_for([rows, columns], elements[dtype])

@@ -22,7 +22,9 @@ from cce_dist.backends.triton.kernels.backward.exact_schedule import (
 from cce_dist.backends.triton.kernels.backward.hopper_exact_stores import (
     PART_LAYOUT,
     PARTS,
+    SUM_PARTS,
     add_grad_hidden,
+    first_of_run,
     store_d_logits,
     store_grad_bias,
     store_grad_weight,
@@ -189,11 +191,11 @@ def tell_done(queue_ptr, phase):
 def multiply_tasks(group, operands, FLAGS: gl.constexpr):
     """Multiplies the group's half of each task's rows, and stores the result."""
     (
-        a_tiles, b_tiles, a_turned, b_turned, full, empty, tasks, told, taken, parts, chunk_parts,
-        grad_parts, chunk_ptr, bias_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr, target_ptr,
-        upstream_ptr, row_ptr, grad_hidden_ptr, grad_weight_ptr, grad_bias_ptr, queue_ptr,
-        grad_scale, stage, count, N, V, D, chunk, half, pairs, slices, pieces, num_rows, stride_gv,
-        scale, softcap,
+        a_tiles, b_tiles, a_turned, b_turned, full, empty, tasks, told, taken, parts, sums,
+        chunk_parts, grad_parts, sum_parts, chunk_ptr, bias_ptr, class_weight_ptr, tail_ptr,
+        tail_bias_ptr, target_ptr, upstream_ptr, row_ptr, grad_hidden_ptr, grad_weight_ptr,
+        grad_bias_ptr, queue_ptr, grad_scale, stage, count, N, V, D, chunk, half, pairs, slices,
+        pieces, num_rows, stride_gv, scale, softcap,
     ) = operands  # fmt: skip
     STAGES: gl.constexpr = FLAGS[0]
     HAS_BIAS: gl.constexpr = FLAGS[1]
@@ -242,6 +244,8 @@ def multiply_tasks(group, operands, FLAGS: gl.constexpr):
             )  # fmt: skip
         elif phase == DSD:
             pair, dim, piece = dsd_place(i, pairs, slices, pieces)
+            token = pair * ROWS + group * SIDE
+            run = first_of_run(token, row_ptr, count)
             begin, stop = piece_of(piece, pieces, columns, STEP)
             x, step = turned_product_of(
                 a_tiles, b_turned, full, empty, group, step, gl.cdiv(stop - begin, STEP), False,
@@ -249,8 +253,8 @@ def multiply_tasks(group, operands, FLAGS: gl.constexpr):
             )  # fmt: skip
             tell_done(queue_ptr, stored)
             add_grad_hidden(
-                x * grad_scale, pair * ROWS + group * SIDE, dim, chunk_number == 0, row_ptr,
-                grad_hidden_ptr + piece.to(gl.int64) * num_rows * D, count, D,
+                x * grad_scale, run, token, dim, chunk_number == 0, sum_parts, sums, group, row_ptr,
+                grad_hidden_ptr, piece * num_rows, count, D,
             )  # fmt: skip
         else:
             local, dim = dds_place(i, columns, half, phase, slices)
@@ -287,6 +291,7 @@ def hopper_exact_kernel(
     chunk_steps,  # of STEP x SIDE
     chunk_parts,  # of SIDE x (SIDE / PARTS): out
     grad_parts,  # of the weight's gradient, of the same tile, or a pointer
+    sum_parts,  # of the hidden gradient, [pieces * num_rows, D], of SIDE x (SIDE / SUM_PARTS)
     chunk_ptr,  # whole pairs of token blocks
     bias_ptr,  # [V]
     class_weight_ptr,  # [V] fp32
@@ -343,6 +348,9 @@ def hopper_exact_kernel(
     parts = gl.allocate_shared_memory(
         chunk_parts.dtype, [GROUPS * 2, SIDE, SIDE // PARTS], chunk_parts.layout
     )
+    sums = memory_as(
+        parts, sum_parts.dtype, [GROUPS * 2, SIDE, SIDE // SUM_PARTS], sum_parts.layout
+    )
     full, empty = start_stages(STAGES)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tasks = gl.allocate_shared_memory(gl.int32, [AHEAD, 1], plain)
@@ -352,11 +360,11 @@ def hopper_exact_kernel(
         mbarrier.init(told.index(slot), count=1)
         mbarrier.init(taken.index(slot), count=GROUPS)
     common = (
-        a_tiles, b_tiles, a_turned, b_turned, full, empty, tasks, told, taken, parts, chunk_parts,
-        grad_parts, chunk_ptr, bias_ptr, class_weight_ptr, tail_ptr, tail_bias_ptr, target_ptr,
-        upstream_ptr, row_ptr, grad_hidden_ptr, grad_weight_ptr, grad_bias_ptr, queue_ptr,
-        grad_scale, stage, count, N, V, D, chunk, half, pairs, slices, pieces, num_rows, stride_gv,
-        scale, softcap,
+        a_tiles, b_tiles, a_turned, b_turned, full, empty, tasks, told, taken, parts, sums,
+        chunk_parts, grad_parts, sum_parts, chunk_ptr, bias_ptr, class_weight_ptr, tail_ptr,
+        tail_bias_ptr, target_ptr, upstream_ptr, row_ptr, grad_hidden_ptr, grad_weight_ptr,
+        grad_bias_ptr, queue_ptr, grad_scale, stage, count, N, V, D, chunk, half, pairs, slices,
+        pieces, num_rows, stride_gv, scale, softcap,
     )  # fmt: skip
     flags: gl.constexpr = (
         STAGES, HAS_BIAS, HAS_SOFTCAP, HAS_ENTROPY, HAS_SMOOTH, HAS_MEAN, HAS_CLASS_WEIGHT,

@@ -8,13 +8,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from cce_dist.backends.triton.kernels import numbers
 from cce_dist.backends.triton.kernels.backward import exact_logits
 from cce_dist.backends.triton.kernels.forward.hopper_sums import split_tokens
-from cce_dist.backends.triton.kernels.gluon_names import async_store, thread_barrier
+from cce_dist.backends.triton.kernels.gluon_names import async_add, async_store, thread_barrier
 
 # Rows and columns of a group's product.
 SIDE = gl.constexpr(128)
 # Parts of a tile that are stored one after the other, so that few numbers are in registers.
 PARTS = gl.constexpr(4)
 PART_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+# Of a tile in fp32, which is twice as large.
+SUM_PARTS = gl.constexpr(8)
+SUM_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 
 d_logits = gluon.jit(exact_logits.d_logits.fn)
 near_tanh = gluon.jit(numbers.near_tanh.fn)
@@ -54,15 +57,18 @@ def upstream_of(
 
 
 @gluon.jit
-def copy_part(x, matrix, row, column, part):
-    """Starts to copy x to a descriptor's matrix, through a part of shared memory. Two parts take
-    turns, so that all but the last copy have left theirs."""
+def copy_part(x, matrix, row, column, part, adds):
+    """Starts to copy x to a descriptor's matrix, or to add it, through a part of shared memory. Two
+    parts take turns, so that all but the last copy have left theirs."""
     tma.store_wait(1)
     thread_barrier()
     part.store(x.to(matrix.dtype))
     fence_async_shared()
     thread_barrier()
-    async_store(matrix, [row, column], part)
+    if adds:
+        async_add(matrix, [row, column], part)
+    else:
+        async_store(matrix, [row, column], part)
 
 
 @gluon.jit
@@ -113,7 +119,8 @@ def store_d_logits(
         grad -= gl.where(is_target, of_target * slope, 0.0)
         if column + SIDE > V:
             grad = gl.where((columns < V)[None, :], grad, 0.0)
-        copy_part(grad, chunk_parts, token, local + i * WIDTH, parts.index(2 * group + i % 2))
+        shared = parts.index(2 * group + i % 2)
+        copy_part(grad, chunk_parts, token, local + i * WIDTH, shared, False)
 
 
 @gluon.jit
@@ -153,34 +160,60 @@ def store_grad_weight(
         if ACCUMULATE:
             part += gl.load(rows + dims[None, :], mask=written, other=0.0).to(gl.float32)
         if COPIES_PARTS:
-            copy_part(part, grad_parts, column, dim + i * WIDTH, shared.index(2 * group + i % 2))
+            memory = shared.index(2 * group + i % 2)
+            copy_part(part, grad_parts, column, dim + i * WIDTH, memory, False)
         else:
             gl.store(rows + dims[None, :], part.to(grad_weight_ptr.dtype.element_ty), mask=written)
 
 
 @gluon.jit
+def first_of_run(token, row_ptr, count):
+    """Returns the row of the first of SIDE tokens if their rows follow each other; else -1."""
+    # Each warp has all of them.
+    i = gl.arange(0, SIDE, gl.BlockedLayout([SIDE // 32], [32], [4], [0]))
+    # No row is -i, but the first.
+    start = gl.load(row_ptr + token + i, mask=token + i < count, other=0) - i
+    first = gl.min(start, 0)
+    return gl.where((first == gl.max(start, 0)) & (token + SIDE <= count), first, -1)
+
+
+@gluon.jit
 def add_grad_hidden(
     x,  # [SIDE, SIDE] sums of tokens and dims
+    run,  # see `first_of_run`
     token,  # the first
     dim,  # the first
     is_first,  # the first chunk stores, and the others add
+    sum_parts,  # a descriptor of [pieces * num_rows, D] fp32
+    shared,  # [GROUPS * 2, SIDE, SIDE / SUM_PARTS] fp32 in shared memory
+    group,
     row_ptr,
     grad_hidden_ptr,
+    first_row,  # of the piece
     count,
     D,
 ):
-    """Adds a tile of the hidden gradient to memory."""
+    """Adds a tile of the hidden gradient to memory. Chunks add one after the other, but no task
+    waits for the sum."""
     LAYOUT: gl.constexpr = x.type.layout
-    tokens = token + gl.arange(0, SIDE, gl.SliceLayout(1, LAYOUT))
-    dims = dim + gl.arange(0, SIDE, gl.SliceLayout(0, LAYOUT))
-    row = gl.load(row_ptr + tokens, mask=tokens < count, other=0)
-    out = grad_hidden_ptr + row[:, None] * D + dims[None, :]
-    written = (tokens < count)[:, None] & (dims < D)[None, :]
-    if is_first:
-        gl.store(out, x, mask=written)
+    WIDTH: gl.constexpr = SIDE // SUM_PARTS
+    if run >= 0:
+        row = first_row + run.to(gl.int32)
+        parts = split_tokens(x, SIDE, SIDE, SUM_PARTS)
+        for i in gl.static_range(SUM_PARTS):
+            part = gl.convert_layout(parts[i], SUM_LAYOUT, assert_trivial=True)
+            memory = shared.index(2 * group + i % 2)
+            copy_part(part, sum_parts, row, dim + i * WIDTH, memory, not is_first)
     else:
-        # Chunks add one after the other. Nothing waits for the sum.
-        gl.atomic_add(out, x, mask=written, sem="relaxed")
+        tokens = token + gl.arange(0, SIDE, gl.SliceLayout(1, LAYOUT))
+        dims = dim + gl.arange(0, SIDE, gl.SliceLayout(0, LAYOUT))
+        rows = first_row + gl.load(row_ptr + tokens, mask=tokens < count, other=0)
+        out = grad_hidden_ptr + rows[:, None] * D + dims[None, :]
+        written = (tokens < count)[:, None] & (dims < D)[None, :]
+        if is_first:
+            gl.store(out, x, mask=written)
+        else:
+            gl.atomic_add(out, x, mask=written, sem="relaxed")
 
 
 @gluon.jit
