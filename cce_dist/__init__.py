@@ -7,11 +7,6 @@ ranks merge by log-add-exp. Start with `linear_cross_entropy`.
 import sys
 from typing import TYPE_CHECKING, Any
 
-from cce_dist.core.old_names import install as _install_old_names
-
-# Older code and its pickles import modules by their old names.
-_install_old_names()
-
 _why: Exception | None = None
 try:
     from cce_dist.distillation import (

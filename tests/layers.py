@@ -9,7 +9,7 @@ ANY = None
 # with. It imports rows above its own, never its own row or one below it; what has one name here may
 # import each other. After a name: the third-party packages for it.
 LAYERS: tuple[dict[str, set[str] | None], ...] = (
-    {"core.old_names": set(), "python_numbers": set()},
+    {"python_numbers": set()},
     {"options": set(), "vocab_shard": {"torch"}},
     {"core": {"torch"}, "distributed": {"torch", "mpi4py"}},
     {"reference": {"torch"}},
@@ -42,10 +42,10 @@ ROW = {name: row for row, names in enumerate(LAYERS) for name in names}
 ONLY = {
     "reference": {"options", "vocab_shard"},
     "backends.triton.kernels": set(),
-    "planner": {"core.old_names", "options", "vocab_shard"},
+    "planner": {"options", "vocab_shard"},
     "integrations": {PUBLIC, "options", "backends"},
     "dealing": {"planner", "vocab_shard"},
-    "train": {PUBLIC, "core", "core.old_names", "distributed", "pipeline", "planner"},
+    "train": {PUBLIC, "core", "distributed", "pipeline", "planner"},
     "megatron_patch": {PUBLIC, "pipeline", "planner"},
 }
 # ... and all that import these.
