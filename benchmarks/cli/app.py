@@ -129,40 +129,6 @@ def listed_command(
         report.finish_case()
 
 
-@app.command("rollout")
-def rollout_command(
-    inputs: Annotated[
-        list[str], typer.Option(help="A file that `bench capture` wrote, or a kind.")
-    ],
-    tokens: arg.Tokens = None,
-    vocab: arg.Size = 16384,
-    dim: arg.Size = 256,
-    top_p: Annotated[float, typer.Option(help="Of the sampler.")] = 0.9,
-    temperature: Annotated[float, typer.Option(help="Of sampler and trainer.")] = 1.0,
-    device: arg.Device = "cpu",
-    csv_path: arg.CsvPath = None,
-    json_path: arg.JsonPath = None,
-) -> None:
-    """Log-probabilities of a trainer beside a top-p sampler's, with its support and without.
-
-    Sampler: dense bf16 logits. Trainer: dense or `token_logprobs`, fp32 or bf16. The table has the
-    ratio of the probabilities, its spread, and the share of tokens where it is more than 10 % off.
-    """
-    from benchmarks.rollout import bench_rollout
-    from cce_dist.bench.inputs import is_made, make_inputs
-    from cce_dist.bench.report import Cells, Report
-
-    report = Report(arg.machine_of(device, 0), csv_path, json_path)
-    for kind in inputs:
-        with arg.refusals():
-            (shape,) = arg.shapes_of(None, tokens, vocab, dim, of_file=not is_made(kind))
-            drawn = make_inputs(kind, shape, device=device)
-            rows = bench_rollout(drawn, top_p=top_p, temperature=temperature)
-        cells: Cells = {**drawn.description, "top_p": top_p, "temperature": temperature}
-        report.add(cells, rows)
-        report.finish_case()
-
-
 @app.command("fidelity")
 def fidelity_command(
     inputs: Annotated[

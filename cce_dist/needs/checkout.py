@@ -34,8 +34,6 @@ EXPERIMENTS = {
     "ours, and record what they predict.",
     "grpo": "GRPO runs of a small model that adds numbers, with dense log-probabilities and with "
     "ours.",
-    "rollout": "Log-probabilities of a trainer beside a top-p sampler's, with its support and "
-    "without.",
     "fidelity": "Gradients of every method over its thresholds against float64, by token "
     "frequency.",
     "converge": "Train small models with the dense loss, ours and Apple's, and record what they "
