@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.cli import work
 from benchmarks.cli.converge import converge_command, parse_power
 from benchmarks.cli.distillation import (
     distill_command,
@@ -72,11 +73,11 @@ def fine_tune_command(
     model: Annotated[str, typer.Option(help="qwen2.5-0.5b or llama-3.2-1b.")] = "qwen2.5-0.5b",
     loss: Annotated[arg.Names, typer.Option(help="May be repeated. [all six]")] = None,
     batch: arg.Size = 8,
-    sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
+    sequence_length: work.SequenceLength = 1024,
     repeats: arg.Repeats = 20,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before the timed ones.")] = 5,
     device: arg.Device = "cuda",
-    megabytes: Annotated[float, typer.Option(min=0, help="Size of the text.")] = 40.0,
+    megabytes: work.Megabytes = 40.0,
     largest: Annotated[bool, typer.Option(help="Also search the largest batch.")] = False,
     csv_path: arg.CsvPath = None,
     json_path: arg.JsonPath = None,
@@ -223,8 +224,8 @@ def capture_command(
     dim: arg.Size = 2304,
     layers: arg.Size = 6,
     batch: arg.Size = 16,
-    sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
-    megabytes: Annotated[float, typer.Option(min=0, help="Size of the text.")] = 160.0,
+    sequence_length: work.SequenceLength = 1024,
+    megabytes: work.Megabytes = 160.0,
 ) -> None:
     """Train on one rank and save what the loss sees (hidden, weight, targets) at some steps.
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.work import prepare_work, train_work
+from benchmarks.cli import work as run
 from cce_dist.bench.arguments import Names, PeerPath, Size, Threads, machine_of, refusals
 from cce_dist.needs.extras import need_modules
 
@@ -34,42 +34,29 @@ def converge_command(
         bool, typer.Option("--tied", help="Embedding and head share a weight.")
     ] = False,
     batch: Size = 8,
-    sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
+    sequence_length: run.SequenceLength = 1024,
     steps: Size = 400,
     checkpoint_steps: Annotated[int, typer.Option(min=1, help="Steps before it is saved.")] = 800,
-    evaluations: Annotated[int, typer.Option(min=1, help="Number, at even distances.")] = 10,
+    evaluations: run.Evaluations = 10,
     held_out_tokens: Size = 65536,
     lr: Annotated[float, typer.Option(help="Highest, from random weights.")] = 1e-3,
     fine_tune_lr: Annotated[float, typer.Option(help="Highest, from the checkpoint.")] = 3e-4,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps of warmup.")] = 40,
-    megabytes: Annotated[float, typer.Option(min=0, help="Size of the text.")] = 160.0,
+    warmup: run.Warmup = 40,
+    megabytes: run.Megabytes = 160.0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     keep: Annotated[
         str, typer.Option(help="Mass at which the filter keeps a column, 2^-6.5 or 1e-3, or auto.")
     ] = "auto",
     max_kept: Annotated[float, typer.Option(help="Field of Screen.")] = 0.125,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(help="A file, folder or JSONL; may be repeated. [the Python installation]"),
-    ] = None,
-    work_slice: Annotated[
-        str, typer.Option("--slice", help="K/N: this process is the K-th of N, from 0 on.")
-    ] = "0/1",
-    retry: Annotated[bool, typer.Option("--retry", help="Repeat failed runs.")] = False,
-    prepare_only: Annotated[
-        bool, typer.Option("--prepare", help="Make only the token ids, which takes no GPU.")
-    ] = False,
+    data: run.Data = None,
+    work_slice: run.Slice = "0/1",
+    retry: run.Retry = False,
+    prepare_only: run.PrepareOnly = False,
     peer_path: PeerPath = None,
     threads: Threads = 0,
-    record: Annotated[Path, typer.Option(help="File that gets each finished run.")] = Path(
-        "docs/notebook/data/evidence/convergence/convergence.json"
-    ),
-    title: Annotated[
-        str, typer.Option(help="The record's title.")
-    ] = "Small models trained on real text",
-    cache: Annotated[Path, typer.Option(help="Folder of token ids and checkpoints.")] = Path(
-        "runs/converge"
-    ),
+    record: run.RecordFile = Path("docs/notebook/data/evidence/convergence/convergence.json"),
+    title: run.Title = "Small models trained on real text",
+    cache: run.Cache = Path("runs/converge"),
 ) -> None:
     """Train small models with the dense loss, ours and Apple's, and record what they predict.
 
@@ -77,7 +64,7 @@ def converge_command(
     """
     import torch
 
-    from benchmarks.converge.converge import Work, converge, prepare
+    from benchmarks.converge.converge import Work, converge
     from benchmarks.converge.plan import STARTS, Plan, Sizes, parse_slice, settings_of
     from benchmarks.evidence.records import make_record
     from benchmarks.fidelity.candidates import choose_names
@@ -103,8 +90,8 @@ def converge_command(
         )
         work = Work(plan, sizes, empty, record.parent, cache, tuple(data or ()))
         if prepare_only:
-            return prepare_work(work, lambda size: prepare(work, size, typer.echo))
-        lasted = train_work(work, lambda ranks: converge(work, ranks, typer.echo, retry=retry))
+            return run.prepare_work(work, sizes, plan.starts)
+        lasted = run.train_work(work, lambda ranks: converge(work, ranks, typer.echo, retry=retry))
     raise typer.Exit(0 if lasted else 1)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from benchmarks.cli.work import prepare_work, train_work
+from benchmarks.cli import work as run
 from cce_dist.bench import arguments as arg
 from cce_dist.bench.report import Cells
 from cce_dist.needs.extras import need_modules
@@ -27,6 +27,9 @@ Measured = Annotated[
         help="KL(teacher || student), KL(student || teacher), or Jensen-Shannon with beta 0.5."
     ),
 ]
+StudentDim = Annotated[int, typer.Option(min=4, help="Of the student.")]
+TeacherDim = Annotated[int | None, typer.Option(min=4, help="[twice the student's hidden size]")]
+Temperature = Annotated[float, typer.Option(help="Divides both models' logits.")]
 
 
 def distill_command(
@@ -38,12 +41,10 @@ def distill_command(
     ] = None,
     tokens: arg.Tokens = None,
     vocab: arg.Size = 16384,
-    dim: Annotated[int, typer.Option(min=4, help="Of the student.")] = 256,
+    dim: StudentDim = 256,
     shape: arg.Shapes = None,
-    teacher_dim: Annotated[
-        int | None, typer.Option(min=4, help="[twice the student's hidden size]")
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="Divides both models' logits.")] = 1.0,
+    teacher_dim: TeacherDim = None,
+    temperature: Temperature = 1.0,
     divergence: Measured = "forward_kl",
     dtype: arg.Dtype = "bfloat16",
     device: arg.Device = "cuda",
@@ -75,7 +76,7 @@ def distill_command(
     """
     from benchmarks.contenders import choose_contenders
     from benchmarks.distillation.contenders import CONTENDERS
-    from benchmarks.distillation.distill import bench_distill, golden_of
+    from benchmarks.distillation.distill import bench_distill, describe, golden_of
     from benchmarks.distillation.inputs import load_models, make_models
     from benchmarks.fidelity.tenths import ALL
     from cce_dist.bench.loss import Settings
@@ -108,13 +109,7 @@ def distill_command(
                     student, teacher = load_models(inputs, teacher_inputs, parsed, **common)
             teacher = dataclasses.replace(teacher, divergence=divergence)
             golden = golden_of(student, teacher)
-            about = {
-                **student.description,
-                "D_teacher": teacher.hidden.shape[1],
-                "divergence": divergence,
-                "temperature": f"{temperature:g}",
-                **golden.description,
-            }
+            about = describe(student, teacher, golden)
             report.say(", ".join(f"{name} {value}" for name, value in about.items()))
             with fresh_compiler():
                 rows = bench_distill(
@@ -136,12 +131,10 @@ def distill_ranks_command(
     ] = None,
     tokens: arg.Tokens = None,
     vocab: arg.Size = 16384,
-    dim: Annotated[int, typer.Option(min=4, help="Of the student.")] = 256,
+    dim: StudentDim = 256,
     shape: arg.Shapes = None,
-    teacher_dim: Annotated[
-        int | None, typer.Option(min=4, help="[twice the student's hidden size]")
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="Divides both models' logits.")] = 1.0,
+    teacher_dim: TeacherDim = None,
+    temperature: Temperature = 1.0,
     divergence: Measured = "forward_kl",
     dtype: arg.Dtype = "bfloat16",
     device: arg.Device = "cuda",
@@ -161,7 +154,7 @@ def distill_ranks_command(
     The models are those of `bench distill`. `one matmul` and `of_matmul` are of the student's
     product alone.
     """
-    from benchmarks.distillation.distill import golden_of
+    from benchmarks.distillation.distill import describe, golden_of
     from benchmarks.distillation.inputs import make_models
     from benchmarks.distillation.ranks import GRADIENTS, method_of
     from cce_dist.bench.ranks import bench_ranks, joined, make_places
@@ -181,13 +174,7 @@ def distill_ranks_command(
             student, teacher = make_models(parsed, teacher_dim or 2 * parsed.dim, **common)
             teacher = dataclasses.replace(teacher, divergence=divergence)
             golden = golden_of(student, teacher)
-            about = {
-                **student.description,
-                "D_teacher": teacher.hidden.shape[1],
-                "divergence": divergence,
-                "temperature": f"{temperature:g}",
-                **golden.description,
-            }
+            about = describe(student, teacher, golden)
 
             def save(rows: list[Cells], about: dict[str, str | int] = about) -> None:
                 if job.is_main:
@@ -220,36 +207,23 @@ def students_command(
     teacher_dim: Annotated[int, typer.Option(min=2)] = 1024,
     teacher_layers: arg.Size = 8,
     batch: arg.Size = 8,
-    sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
+    sequence_length: run.SequenceLength = 1024,
     steps: Annotated[int, typer.Option(min=1, help="Of a student.")] = 300,
     teacher_steps: arg.Size = 1000,
-    evaluations: Annotated[int, typer.Option(min=1, help="Number, at even distances.")] = 3,
+    evaluations: run.Evaluations = 3,
     held_out_tokens: arg.Size = 65536,
     lr: Annotated[float, typer.Option(help="Highest of a student.")] = 1e-3,
     teacher_lr: Annotated[float, typer.Option(help="Highest of the teacher.")] = 6e-4,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps of warmup.")] = 40,
-    megabytes: Annotated[float, typer.Option(min=0, help="Size of the text.")] = 80.0,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(help="A file, folder or JSONL; may be repeated. [the Python installation]"),
-    ] = None,
-    work_slice: Annotated[
-        str, typer.Option("--slice", help="K/N: this process is the K-th of N, from 0 on.")
-    ] = "0/1",
-    retry: Annotated[bool, typer.Option("--retry", help="Repeat failed runs.")] = False,
-    prepare_only: Annotated[
-        bool, typer.Option("--prepare", help="Make only the token ids, which takes no GPU.")
-    ] = False,
+    warmup: run.Warmup = 40,
+    megabytes: run.Megabytes = 80.0,
+    data: run.Data = None,
+    work_slice: run.Slice = "0/1",
+    retry: run.Retry = False,
+    prepare_only: run.PrepareOnly = False,
     threads: arg.Threads = 0,
-    record: Annotated[Path, typer.Option(help="File that gets each finished run.")] = Path(
-        "docs/notebook/data/evidence/distillation/students.json"
-    ),
-    title: Annotated[
-        str, typer.Option(help="The record's title.")
-    ] = "Small students of a trained teacher, on real text",
-    cache: Annotated[Path, typer.Option(help="Folder of token ids and teachers.")] = Path(
-        "runs/students"
-    ),
+    record: run.RecordFile = Path("docs/notebook/data/evidence/distillation/students.json"),
+    title: run.Title = "Small students of a trained teacher, on real text",
+    cache: run.Cache = Path("runs/students"),
 ) -> None:
     """Distil small students from a trained teacher on real text, by dense logits and by ours, and
     record what they predict.
@@ -271,7 +245,6 @@ def students_command(
         StudentPlan,
         StudentSizes,
         StudentWork,
-        prepare,
         train_students,
     )
     from benchmarks.evidence.distillation import summarize, times_of
@@ -301,8 +274,8 @@ def students_command(
         )
         work = StudentWork(plan, sizes, empty, record.parent, cache, tuple(data or ()))
         if prepare_only:
-            return prepare_work(work, lambda size: prepare(work, size, typer.echo))
-        lasted = train_work(
+            return run.prepare_work(work, sizes.student, ("random",))
+        lasted = run.train_work(
             work, lambda ranks: train_students(work, ranks, typer.echo, retry=retry)
         )
     if not lasted:

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from benchmarks.converge.converge import Vocabulary, Work
-    from benchmarks.distillation.students import StudentWork
+    from benchmarks.converge.converge import Work
+    from benchmarks.converge.plan import Sizes
     from cce_dist.train.ranks import Ranks
 
+SequenceLength = Annotated[int, typer.Option(min=2)]
+Evaluations = Annotated[int, typer.Option(min=1, help="Number, at even distances.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Steps of warmup.")]
+Megabytes = Annotated[float, typer.Option(min=0, help="Size of the text.")]
+Data = Annotated[
+    list[Path] | None,
+    typer.Option(help="A file, folder or JSONL; may be repeated. [the Python installation]"),
+]
+Slice = Annotated[
+    str, typer.Option("--slice", help="K/N: this process is the K-th of N, from 0 on.")
+]
+Retry = Annotated[bool, typer.Option("--retry", help="Repeat failed runs.")]
+PrepareOnly = Annotated[
+    bool, typer.Option("--prepare", help="Make only the token ids, which takes no GPU.")
+]
+RecordFile = Annotated[Path, typer.Option(help="File that gets each finished run.")]
+Title = Annotated[str, typer.Option(help="The record's title.")]
+Cache = Annotated[Path, typer.Option(help="Folder of token ids and trained weights.")]
 
-def prepare_work(work: Work | StudentWork, prepare: Callable[[int], Vocabulary]) -> None:
+
+def prepare_work(work: Work[Any, Any], sizes: Sizes, starts: Sequence[str]) -> None:
     """Makes the token ids of each vocabulary, and says where they are."""
+    from benchmarks.converge.converge import prepare
+
     for vocab_size in work.plan.vocab_sizes:
-        vocabulary = prepare(vocab_size)
+        vocabulary = prepare(work, sizes, vocab_size, starts, typer.echo)
         typer.echo(f"V={vocab_size}: {work.cache / vocabulary.key}")
 
 
-def train_work(work: Work | StudentWork, train: Callable[[Ranks], None]) -> bool:
+def train_work(work: Work[Any, Any], train: Callable[[Ranks], None]) -> bool:
     """Trains the runs that the record lacks; tells whether the device lasted.
 
     Args: train: trains and records them, in a job of one rank.

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,24 +43,33 @@ from cce_dist.train.watch.heartbeat import Heartbeat
 
 Cells = dict[str, Cell]
 Say = Callable[[str], None]
+AnyPlan = TypeVar("AnyPlan")
+AnySizes = TypeVar("AnySizes")
 
 
 @dataclass(frozen=True)
-class Work:
+class Work(Generic[AnyPlan, AnySizes]):
     """Everything that one command trains, and the files that it reads and writes.
 
     Args:
         record: a record without rows; its file in `folder` gets the rows of each finished run.
         cache: folder of token ids and checkpoints, which are made once.
         paths: text; empty: the text of the Python installation.
+    Raises:
+        ValueError: `folder` is `cache`.
     """
 
-    plan: Plan
-    sizes: Sizes
+    plan: AnyPlan
+    sizes: AnySizes
     record: Record
     folder: Path
     cache: Path
     paths: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Each folder has a lock, and a process holds both.
+        if self.folder.resolve() == self.cache.resolve():
+            raise ValueError(f"record must not lie in the folder of cache, got {self.folder}")
 
     def append(self, rows: Sequence[Cells]) -> None:
         append_rows(dataclasses.replace(self.record, rows=tuple(rows)), self.folder)
@@ -181,7 +190,7 @@ class Trainer:
         return [*rows, {**about, "part": "run", **timing}]
 
 
-def converge(work: Work, ranks: Ranks, say: Say, *, retry: bool) -> None:
+def converge(work: Work[Plan, Sizes], ranks: Ranks, say: Say, *, retry: bool) -> None:
     """Trains the runs that the record lacks, one by one.
 
     Args:
@@ -195,95 +204,103 @@ def converge(work: Work, ranks: Ranks, say: Say, *, retry: bool) -> None:
     losses = builders(ranks.device.type == "cuda", work.sizes)
     vocabulary = None
     for group in work.plan.groups():
-        trainer = None
-        for method in _missing(work, group, retry):
-            started = time.perf_counter()
-            if vocabulary is None or vocabulary.size != group.vocab:
-                vocabulary = prepare(work, group.vocab, say)
-            if trainer is None:
-                trainer = _trainer(work, group, vocabulary, ranks, say)
-            rows = trainer.run(method, losses[method])
-            work.append(rows)
-            say(f"{_describe(group, method, rows)} ({time.perf_counter() - started:.1f} s)")
-            if "failed" in rows[-1]:
-                recover(method, str(rows[-1]["failed"]), ranks.device)
+        methods = missing_methods(work, group, retry=retry)
+        if not methods:
+            continue
+        if vocabulary is None or vocabulary.size != group.vocab:
+            vocabulary = prepare(work, work.sizes, group.vocab, work.plan.starts, say)
+        trainer = _trainer(work, group, vocabulary, ranks, say)
+        for method in methods:
+            train_and_record(work, group, trainer, method, losses[method], say)
         del trainer
         gc.collect()
 
 
-def prepare(work: Work, vocab_size: int, say: Say) -> Vocabulary:
+def prepare(
+    work: Work[Any, Any], sizes: Sizes, vocab_size: int, starts: Sequence[str], say: Say
+) -> Vocabulary:
     """Returns the texts in a vocabulary's token ids, reading them from the cache or writing them.
 
     Raises:
         ConfigError, ValueError: as for `converge`.
     """
-    sizes = work.sizes
     data = sizes.config(vocab_size, 0, "random", work.cache).data
-    cache = prepare_tokens(data.model_copy(update={"paths": work.paths}), say)
+    work.cache.mkdir(parents=True, exist_ok=True)
+    # One process makes them; the others wait for it.
+    with locked(work.cache):
+        cache = prepare_tokens(data.model_copy(update={"paths": work.paths}), say)
     if cache.num_merged < vocab_size:
         say(f"the text gives {cache.num_merged} tokens of V={vocab_size}: the rest never occur")
-    texts = texts_of(
-        cache, vocab_size, sizes.held_out_tokens, sizes.sequence_length, work.plan.starts
-    )
+    texts = texts_of(cache, vocab_size, sizes.held_out_tokens, sizes.sequence_length, starts)
     return Vocabulary(vocab_size, cache.key, texts)
 
 
-def _missing(work: Work, group: Group, retry: bool) -> list[str]:
-    mine = group._asdict()
-    return missing_methods(work.recorded(), mine, work.plan.methods, retry=retry)
-
-
-def missing_methods(
-    rows: Sequence[Mapping[str, Cell]],
-    group: Mapping[str, Cell],
-    methods: Sequence[str],
-    *,
-    retry: bool,
-) -> list[str]:
-    """Returns the methods of which `rows` have no run in the group.
+def missing_methods(work: Work[Any, Any], group: Any, *, retry: bool) -> list[str]:
+    """Returns the methods of which the record has no run in the group, a named tuple.
 
     Args:
         retry: a failed run does not count.
     """
+    mine = group._asdict().items()
     done = {
         row["method"]
-        for row in rows
-        if row["part"] == "run" and group.items() <= row.items() and not (retry and "failed" in row)
+        for row in work.recorded()
+        if row["part"] == "run" and mine <= row.items() and not (retry and "failed" in row)
     }
-    return [name for name in methods if name not in done]
+    return [name for name in work.plan.methods if name not in done]
 
 
-def _trainer(work: Work, group: Group, vocabulary: Vocabulary, ranks: Ranks, say: Say) -> Trainer:
+def train_and_record(
+    work: Work[Any, Any],
+    group: tuple[Any, ...],
+    trainer: Trainer,
+    method: str,
+    build: Callable[[], LossFunction],
+    say: Say,
+    **cells: Cell,
+) -> None:
+    """Trains a run, records its rows and says how it ended.
+
+    Args:
+        cells: further ones of the row of part "run".
+    Raises:
+        DeviceLostError: the method broke the device.
+    """
+    started = time.perf_counter()
+    *curve, last = trainer.run(method, build)
+    work.append([*curve, last | cells])
+    outcome = last.get("failed") or f"loss {curve[-1]['all']:.4f}"
+    vocab, kind, seed = group
+    seconds = time.perf_counter() - started
+    say(f"V={vocab} {kind} seed {seed} {method}: {outcome} ({seconds:.1f} s)")
+    if "failed" in last:
+        recover(method, str(last["failed"]), trainer.ranks.device)
+
+
+def _trainer(
+    work: Work[Plan, Sizes], group: Group, vocabulary: Vocabulary, ranks: Ranks, say: Say
+) -> Trainer:
     text = vocabulary.texts[group.start]
     config = work.sizes.config(group.vocab, group.seed, group.start, work.cache)
     trainer = Trainer(config, work.sizes.marks, text, group._asdict(), vocabulary.key, ranks)
     if group.start == "checkpoint":
-        trainer.start_with(_checkpoint(work, vocabulary, ranks, say))
+        sizes = dataclasses.replace(work.sizes, steps=work.sizes.checkpoint_steps)
+        trainer.start_with(trained_once(work, "checkpoint", sizes, vocabulary, ranks, say)[0])
     return trainer
 
 
-def _checkpoint(work: Work, vocabulary: Vocabulary, ranks: Ranks, say: Say) -> dict[str, Tensor]:
-    """Returns the weights to continue from; trains them if there are none yet.
-
-    Raises:
-        JobError: the dense run fails.
-    """
-    sizes = dataclasses.replace(work.sizes, steps=work.sizes.checkpoint_steps)
-    about: dict[str, Cell] = {"part": "checkpoint", "vocab": vocabulary.size}
-    # One process makes the checkpoint; the others wait for it.
-    with locked(work.cache):
-        weights, trained = trained_once(sizes, vocabulary, work.cache, ranks, say)
-        if not any(about.items() <= row.items() for row in work.recorded()):
-            work.append([{**trained, **about}])
-    return weights
-
-
 def trained_once(
-    sizes: Sizes, vocabulary: Vocabulary, cache: Path, ranks: Ranks, say: Say
+    work: Work[Any, Any],
+    part: str,
+    sizes: Sizes,
+    vocabulary: Vocabulary,
+    ranks: Ranks,
+    say: Say,
 ) -> tuple[dict[str, Tensor], Cells]:
     """Returns the weights of a model trained with the dense loss, and its last evaluation's row.
 
-    They are read from `cache`, or trained and written there. The caller holds the cache's lock.
+    They are read from the cache, or trained and written there. The record gets the row once, as
+    `part`.
 
     Raises:
         JobError: the run fails.
@@ -292,23 +309,27 @@ def trained_once(
     # The dense run has no filter and no screen: these fields do not change its weights.
     del identity["keep"], identity["max_kept"]
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:20]
-    path = cache / f"checkpoint-{key}.pt"
-    if not path.exists():
-        say(f"V={vocabulary.size}: training the checkpoint, {sizes.steps} steps")
-        config = sizes.config(vocabulary.size, CHECKPOINT_SEED, "random", cache)
-        text = vocabulary.texts["random"]
-        maker = Trainer(config, (sizes.steps,), text, {}, vocabulary.key, ranks)
-        rows = maker.run("dense", builders(ranks.device.type == "cuda", sizes)["dense"])
-        if "failed" in rows[-1]:
-            raise JobError(f"the checkpoint of V={vocabulary.size}: {rows[-1]['failed']}")
-        partial = path.with_suffix(".partial")
-        saved = {"weights": maker.run_of_model.model.state_dict(), "row": {**rows[-2], **rows[-1]}}
-        torch.save(saved, partial)
-        partial.replace(path)
-    saved = torch.load(path, map_location=ranks.device, weights_only=True)
+    path = work.cache / f"checkpoint-{key}.pt"
+    about: Cells = {"part": part, "vocab": vocabulary.size}
+    # One process trains it; the others wait for it.
+    with locked(work.cache):
+        if not path.exists():
+            _train_once(path, sizes, vocabulary, ranks, say)
+        saved = torch.load(path, map_location=ranks.device, weights_only=True)
+        if not any(about.items() <= row.items() for row in work.recorded()):
+            work.append([{**saved["row"], **about}])
     return saved["weights"], saved["row"]
 
 
-def _describe(group: Group, method: str, rows: Sequence[Cells]) -> str:
-    outcome = rows[-1].get("failed") or f"loss {rows[-2]['all']:.4f}"
-    return f"V={group.vocab} {group.start} seed {group.seed} {method}: {outcome}"
+def _train_once(path: Path, sizes: Sizes, vocabulary: Vocabulary, ranks: Ranks, say: Say) -> None:
+    say(f"V={vocabulary.size}: training the checkpoint, {sizes.steps} steps")
+    config = sizes.config(vocabulary.size, CHECKPOINT_SEED, "random", path.parent)
+    text = vocabulary.texts["random"]
+    maker = Trainer(config, (sizes.steps,), text, {}, vocabulary.key, ranks)
+    rows = maker.run("dense", builders(ranks.device.type == "cuda", sizes)["dense"])
+    if "failed" in rows[-1]:
+        raise JobError(f"the checkpoint of V={vocabulary.size}: {rows[-1]['failed']}")
+    partial = path.with_suffix(".partial")
+    saved = {"weights": maker.run_of_model.model.state_dict(), "row": {**rows[-2], **rows[-1]}}
+    torch.save(saved, partial)
+    partial.replace(path)

@@ -57,11 +57,17 @@ class Golden:
     entropy: Tensor
     gradients: Gradients
 
-    @property
-    def description(self) -> dict[str, str]:
-        """Returns the means, which identify the inputs in a row of results."""
-        means = {"mean_kl": self.divergence.mean(), "mean_entropy": self.entropy.mean()}
-        return {name: f"{float(value):.3f}" for name, value in means.items()}
+
+def describe(student: BenchInputs, teacher: Teacher, golden: Golden) -> dict[str, str | int]:
+    """Returns the cells that identify the inputs in a row of results."""
+    return {
+        **student.description,
+        "D_teacher": teacher.hidden.shape[1],
+        "divergence": teacher.divergence,
+        "temperature": f"{teacher.temperature:g}",
+        "mean_kl": f"{float(golden.divergence.mean()):.3f}",
+        "mean_entropy": f"{float(golden.entropy.mean()):.3f}",
+    }
 
 
 @torch.no_grad()

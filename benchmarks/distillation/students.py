@@ -8,11 +8,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,11 +21,13 @@ from benchmarks.converge.converge import (
     Say,
     Trainer,
     Vocabulary,
+    Work,
     missing_methods,
+    prepare,
+    train_and_record,
     trained_once,
 )
 from benchmarks.converge.plan import CHECKPOINT_SEED, Sizes
-from benchmarks.converge.text import texts_of
 from benchmarks.distillation.contenders import CHUNK, dense_divergence
 from benchmarks.distillation.inputs import Teacher
 from benchmarks.distillation.student_losses import (
@@ -36,11 +36,8 @@ from benchmarks.distillation.student_losses import (
     METHODS,
     StudentLoss,
 )
-from benchmarks.evidence.records import Record, append_rows, locked, read_record
 from cce_dist.bench.golden import LossFunction
-from cce_dist.bench.methods import recover
 from cce_dist.train.data.batches import Batches
-from cce_dist.train.data.tokens import prepare_tokens
 from cce_dist.train.model.decoder import Decoder, count_parameters
 from cce_dist.train.ranks import Ranks
 
@@ -132,35 +129,7 @@ class StudentPlan:
         return (Group(*group) for group in itertools.islice(every, first, None, count))
 
 
-@dataclass(frozen=True)
-class StudentWork:
-    """Everything that one command trains, and the files that it reads and writes.
-
-    Args:
-        record: a record without rows; its file in `folder` gets the rows of each finished run.
-        cache: folder of token ids and teachers, which are made once.
-        paths: text; empty: the text of the Python installation.
-    Raises:
-        ValueError: `folder` is `cache`.
-    """
-
-    plan: StudentPlan
-    sizes: StudentSizes
-    record: Record
-    folder: Path
-    cache: Path
-    paths: tuple[Path, ...] = ()
-
-    def __post_init__(self) -> None:
-        # Each folder has a lock, and a process holds both.
-        if self.folder.resolve() == self.cache.resolve():
-            raise ValueError(f"record must not lie in the folder of cache, got {self.folder}")
-
-    def append(self, rows: Sequence[Cells]) -> None:
-        append_rows(dataclasses.replace(self.record, rows=tuple(rows)), self.folder)
-
-    def recorded(self) -> tuple[Any, ...]:
-        return read_record(self.folder / f"{self.record.name}.json").rows
+StudentWork = Work[StudentPlan, StudentSizes]
 
 
 @dataclass(frozen=True)
@@ -211,25 +180,18 @@ def train_students(work: StudentWork, ranks: Ranks, say: Say, *, retry: bool) ->
     work.append([])
     vocabulary = teacher = None
     for group in work.plan.groups():
-        methods = work.plan.methods
-        methods = missing_methods(work.recorded(), group._asdict(), methods, retry=retry)
+        methods = missing_methods(work, group, retry=retry)
         if not methods:
             continue
         if teacher is None or vocabulary is None or vocabulary.size != group.vocab:
             teacher = None  # frees the last vocabulary's
-            vocabulary = prepare(work, group.vocab, say)
+            vocabulary = prepare(work, work.sizes.student, group.vocab, ("random",), say)
             teacher = _teacher(work, vocabulary, ranks, say)
         trainer = _trainer(work, group, vocabulary, teacher, ranks)
         for method in methods:
-            started = time.perf_counter()
-            *curve, last = trainer.run(method, _builder(method, group, teacher, trainer))
-            last["parameters"] = count_parameters(trainer.config).total
-            work.append([*curve, last])
-            name = f"V={group.vocab} {group.divergence} seed {group.seed} {method}"
-            outcome = last.get("failed") or f"loss {curve[-1]['all']:.4f}, KL {curve[-1]['kl']:.4f}"
-            say(f"{name}: {outcome} ({time.perf_counter() - started:.1f} s)")
-            if "failed" in last:
-                recover(method, str(last["failed"]), ranks.device)
+            build = _builder(method, group, teacher, trainer)
+            parameters = count_parameters(trainer.config).total
+            train_and_record(work, group, trainer, method, build, say, parameters=parameters)
         del trainer
         gc.collect()
 
@@ -241,31 +203,9 @@ def _builder(
     return lambda: student_loss(METHODS[method], group.divergence, of_run, trainer.job.batches)
 
 
-def prepare(work: StudentWork, vocab_size: int, say: Say) -> Vocabulary:
-    """Returns the text in a vocabulary's token ids, reading them from the cache or writing them.
-
-    Raises:
-        ConfigError, ValueError: as for `train_students`.
-    """
-    sizes = work.sizes
-    data = sizes.student.config(vocab_size, 0, "random", work.cache).data
-    work.cache.mkdir(parents=True, exist_ok=True)
-    # One process makes them; the others wait for it.
-    with locked(work.cache):
-        cache = prepare_tokens(data.model_copy(update={"paths": work.paths}), say)
-    if cache.num_merged < vocab_size:
-        say(f"the text gives {cache.num_merged} tokens of V={vocab_size}: the rest never occur")
-    lengths = sizes.held_out_tokens, sizes.sequence_length
-    return Vocabulary(vocab_size, cache.key, texts_of(cache, vocab_size, *lengths, ("random",)))
-
-
 def _teacher(work: StudentWork, vocabulary: Vocabulary, ranks: Ranks, say: Say) -> TeacherModel:
     sizes = work.sizes
-    about: Cells = {"part": "teacher", "vocab": vocabulary.size}
-    with locked(work.cache):
-        weights, trained = trained_once(sizes.teacher, vocabulary, work.cache, ranks, say)
-        if not any(about.items() <= row.items() for row in work.recorded()):
-            work.append([{**trained, **about}])
+    weights, trained = trained_once(work, "teacher", sizes.teacher, vocabulary, ranks, say)
     say(f"V={vocabulary.size}: the teacher's loss {trained['all']:.4f}")
     config = sizes.teacher.config(vocabulary.size, CHECKPOINT_SEED, "random", work.cache)
     model = Decoder(config, ranks).to(ranks.device)

@@ -17,6 +17,7 @@ from benchmarks.distillation.contenders import CONTENDERS, Built, Contender, pro
 from benchmarks.distillation.distill import (
     add_of_bound,
     compare,
+    describe,
     golden_of,
     groups_by_entropy_and_frequency,
 )
@@ -52,7 +53,7 @@ def test_the_models_know_the_same_text() -> None:
     inputs, teacher = make_models(Shape(512, 8192, 256), 512, dtype=torch.bfloat16)
     golden = golden_of(inputs, teacher)
     assert 0.3 < golden.divergence.mean() < 1 and 2 < golden.entropy.mean() < 4
-    assert golden.description["mean_kl"] == f"{float(golden.divergence.mean()):.3f}"
+    assert describe(inputs, teacher, golden)["mean_kl"] == f"{float(golden.divergence.mean()):.3f}"
     # The most frequent ids have the largest constant logit in both models.
     assert inputs.token_counts is not None and inputs.token_counts.min() > 0
     for hidden, weight in ((inputs.hidden, inputs.weight), (teacher.hidden, teacher.weight)):
