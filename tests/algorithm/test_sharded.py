@@ -281,29 +281,6 @@ def test_linear_cross_entropy_digits_of_fp32_logits_near_300(
         check_gate(name, output, golden[name], by_torch[name])
 
 
-# torch.chunk of nothing gives one chunk: no tokens under sequence parallel are all_ignored.
-EMPTY = {
-    "no_tokens": (0, False),
-    "all_ignored": (9, False),
-    "all_ignored_sequence_parallel": (9, True),
-}
-
-
-@pytest.mark.parametrize(**grid(places=CPU_PLACES, empty=EMPTY, gradient=MODES))
-def test_linear_cross_entropy_without_targets_on_a_group(
-    place: Place, empty: tuple[int, bool], gradient: str
-) -> None:
-    tokens, sequence_parallel = empty
-    inputs = gaussian_inputs(tokens, 600, 13, generator=generator())
-    inputs = replace(inputs, targets=torch.full_like(inputs.targets, -100))
-    options = {"gradient": gradient, "stats": EVERY_STAT, "sequence_parallel": sequence_parallel}
-    outputs = run_ranks(Case(inputs, options).at(place), 3)
-    for name, output in outputs.items():
-        assert not output.any(), name
-    assert outputs["grad_hidden"].shape == inputs.hidden.shape
-    assert outputs["grad_weight"].shape == inputs.weight.shape
-
-
 @pytest.mark.parametrize("gradient", MODES)
 def test_linear_cross_entropy_group_that_starts_elsewhere(gradient: str) -> None:
     # Rank in the group is not rank in the world.

@@ -27,6 +27,7 @@ NOTHING: dict[str, tuple[tuple[int, ...], int]] = {
     "no_token": ((2, 0), 0),
     "no_token_shifted": ((2, 0), 1),
     "nothing": ((0,), 2),
+    "ignored": ((260,), 0),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -54,8 +55,14 @@ def made(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> dic
         "hidden": leaf(*shape, D),
         "weight": leaf(V, D),
         "bias": leaf(V),
-        "targets": torch.randint(0, V, shape, generator=made).to(device),
+        "targets": targets_of(shape).to(device),
     }
+
+
+def targets_of(shape: tuple[int, ...]) -> Tensor:
+    if shape == NOTHING["ignored"][0]:
+        return torch.full(shape, -100)
+    return torch.randint(0, V, shape, generator=torch.Generator().manual_seed(1))
 
 
 def require_nothing(result: Any, shape: tuple[int, ...], shift: int, reduction: str) -> None:
@@ -65,7 +72,7 @@ def require_nothing(result: Any, shape: tuple[int, ...], shift: int, reduction: 
     assert bool((loss == 0).all())
     for field in result[1:] if isinstance(result, LossOutput) else ():
         for values in field if isinstance(field, tuple) else (field,):
-            assert values.shape == left, values.shape
+            assert values.shape == left and not values.any(), values
 
 
 def require_zeros(*leaves: Tensor) -> None:
@@ -91,21 +98,28 @@ def test_a_batch_without_targets(
         require_nothing(linear_cross_entropy(**given, **how), shape, shift, mode["reduction"])
 
 
-@pytest.mark.parametrize("kind", NOTHING)
-def test_tensors_of_a_batch_without_targets(kind: str) -> None:
-    shape, shift = NOTHING[kind]
-    given = made(shape, torch.float32)
-    into = torch.zeros(V, D)
-    weights = torch.ones(shape, requires_grad=True)
+@pytest.mark.parametrize(**grid(places=PLACES, kind=NOTHING, mode=MODES))
+def test_tensors_of_a_batch_without_targets(
+    place: Place, kind: tuple[tuple[int, ...], int], mode: dict[str, Any]
+) -> None:
+    shape, shift = kind
+    given = made(shape, torch.float32, place.device)
+    into = torch.zeros(V, D, device=place.device)
+    weights = torch.ones(shape, device=place.device)
+    weights.requires_grad_(mode["gradient"] != "in_forward")
     loss = linear_cross_entropy(
         **given,
+        **mode,
+        backend=place.backend,
         shift=shift,
         token_weight=weights,
-        class_weight=torch.rand(V),
+        class_weight=torch.rand(V, device=place.device),
         grad_weight_into=into,
     )
-    loss.backward()
-    require_zeros(given["hidden"], given["bias"], weights)
+    assert isinstance(loss, Tensor)
+    require_nothing(loss, shape, shift, mode["reduction"])
+    loss.sum().backward()
+    require_zeros(given["hidden"], given["bias"], *[weights] * weights.requires_grad)
     assert given["weight"].grad is None and bool((into == 0).all())
 
 
@@ -114,7 +128,7 @@ def test_other_functions_of_a_batch_without_targets(kind: str) -> None:
     shape, shift = NOTHING[kind]
     left = (*shape[:-1], max(shape[-1] - shift, 0))
     given = made(shape, torch.float32)
-    mask = torch.ones(shape, dtype=torch.bool)
+    mask = given["targets"] != -100
     found = token_logprobs(**given, shift=shift, entropy=True, mask=mask)
     assert found.entropy is not None and found.logprobs.shape == found.entropy.shape == left
     (found.logprobs.sum() + found.entropy.sum()).backward()

@@ -25,40 +25,6 @@ from tests.support.loss_cases import MODES, classes, generator
 # -- nothing to do ------------------------------------------------------------------------------
 
 
-def not_refused(row: dict[str, Any]) -> bool:
-    return not (row["gradient"] == "in_forward" and row["reduction"] == "none")
-
-
-@pytest.mark.parametrize(
-    **grid(
-        tokens={"no_tokens": 0, "ignored": 9, "ignored_2d": (2, 6), "ignored_blocks": 260},
-        tensors={"": (), "all": ("bias", "token_weight", "class_weight")},
-        gradient=MODES,
-        reduction=("mean", "sum", "none"),
-        allowed=not_refused,
-    )
-)
-def test_linear_cross_entropy_without_targets(
-    place: Place, tokens: Any, tensors: tuple[str, ...], gradient: str, reduction: str
-) -> None:
-    inputs = gaussian_inputs(tokens, 300, 24, generator=generator())
-    inputs = inputs.with_options(generator(), *tensors)
-    inputs = replace(inputs, targets=torch.full_like(inputs.targets, -100))
-    stats = ("lse", "entropy", "correct", "tail_mass", "logit_moments", "sum_p2")
-    options = {"gradient": gradient, "reduction": reduction, "stats": stats}
-    options |= {"z_loss": 0.1, "label_smoothing": 0.1}
-    case = Case(inputs, options).at(place)
-    outputs = run_case(None, case)
-    expected = inputs.targets.shape if reduction == "none" else ()
-    assert outputs["loss"].shape == expected and not outputs["loss"].any()
-    leaves = ("hidden", "weight", "bias") if tensors else ("hidden", "weight")
-    for name in leaves:
-        assert outputs[f"grad_{name}"].shape == getattr(inputs, name).shape
-        assert not outputs[f"grad_{name}"].any(), name
-    for name in ("lse", "entropy", "correct", "tail_mass", "max_logit", "variance_logit"):
-        assert outputs[name].shape == inputs.targets.shape and not outputs[name].any(), name
-
-
 @pytest.mark.parametrize(**grid(keep=(0.01, 1.0), gradient=("filtered",)))
 def test_linear_cross_entropy_all_ignored_with_a_filter(
     place: Place, keep: float, gradient: str
