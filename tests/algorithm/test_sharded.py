@@ -28,7 +28,7 @@ from cce_dist.testing import (
 )
 from tests.algorithm.sharded_cases import RANKS, Bounds, run_ranks
 from tests.support.grids import paired_grid
-from tests.support.loss_cases import EVERY_STAT, MODES, generator
+from tests.support.loss_cases import EACH_OPTION, EVERY_STAT, MODES, generator
 
 
 def bounds_of(shards: Sequence[VocabShard]) -> Bounds:
@@ -38,21 +38,7 @@ def bounds_of(shards: Sequence[VocabShard]) -> Bounds:
 # -- every option on every group ----------------------------------------------------------------
 
 OPTIONS: dict[str, tuple[tuple[str, ...], int | None, dict[str, Any]]] = {
-    "plain": ((), None, {}),
-    "bias": (("bias",), None, {}),
-    "softcap": ((), None, {"softcap": 1.5}),
-    "logit_scale": ((), None, {"logit_scale": -1.7}),
-    "label_smoothing": ((), None, {"label_smoothing": 0.2}),
-    "z_loss": ((), None, {"z_loss": 0.1}),
-    "token_weight": (("token_weight",), None, {}),
-    "class_weight": (("class_weight",), None, {}),
-    "class_weight_smoothing": (("class_weight",), -100, {"label_smoothing": 0.2}),
-    "ignored": ((), -100, {}),
-    "ignore_index_in_vocabulary": ((), 0, {"ignore_index": 0}),
-    "shift": (("token_weight",), -100, {"shift": 2}),
-    "sum": ((), -100, {"reduction": "sum"}),
-    "none": ((), -100, {"reduction": "none"}),
-    "stats": ((), -100, {"stats": EVERY_STAT}),
+    **EACH_OPTION,
     "everything": (
         ("bias", "token_weight", "class_weight"),
         -100,

@@ -14,6 +14,25 @@ NARROW = ("fp32", "bf16", "fp16")
 SMALL_WORKSPACE = 2**16
 EVERY_STAT = ("lse", "entropy", "correct", "tail_mass", "logit_moments", "sum_p2")
 
+# Each option alone: tensors, ignored id or None, options.
+EACH_OPTION: dict[str, tuple[tuple[str, ...], int | None, dict[str, Any]]] = {
+    "plain": ((), None, {}),
+    "bias": (("bias",), None, {}),
+    "softcap": ((), None, {"softcap": 1.5}),
+    "logit_scale": ((), None, {"logit_scale": -1.7}),
+    "label_smoothing": ((), None, {"label_smoothing": 0.2}),
+    "z_loss": ((), None, {"z_loss": 0.1}),
+    "token_weight": (("token_weight",), None, {}),
+    "class_weight": (("class_weight",), None, {}),
+    "class_weight_smoothing": (("class_weight",), -100, {"label_smoothing": 0.2}),
+    "ignored": ((), -100, {}),
+    "ignore_index_in_vocabulary": ((), 0, {"ignore_index": 0}),
+    "shift": (("token_weight",), -100, {"shift": 2}),
+    "sum": ((), -100, {"reduction": "sum"}),
+    "none": ((), -100, {"reduction": "none"}),
+    "stats": ((), -100, {"stats": EVERY_STAT}),
+}
+
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
