@@ -55,22 +55,23 @@ def tokenizer() -> Any:
     return tokenizer_of()
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": len(SPECIAL) + len(WORDS),
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 1,
+}
+
+
 def model_of(seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(SPECIAL) + len(WORDS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=1,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
 
 
 def text(start: int, length: int) -> str:

@@ -61,6 +61,36 @@ def head_loss(model: Any, hidden: Tensor, labels: Tensor, scale: float = 1.0) ->
     return model.compute_language_model_loss(labels, logits)
 
 
+def processed(
+    processor: Any,
+    model: Any,
+    hidden: Tensor,
+    labels: Tensor | None,
+    context: Any,
+    ids: Tensor | None = None,
+) -> Any:
+    """As GPTModel._postprocess of megatron-core 0.19 calls an output processor."""
+    tied = model.share_embeddings_and_output_weights
+    return processor(
+        hidden_states=hidden,
+        output_layer=model.output_layer,
+        output_weight=model.shared_embedding_or_output_weight() if tied else None,
+        labels=labels,
+        loss_mask=None,
+        input_ids=ids,
+        position_ids=None,
+        attention_mask=None,
+        decoder_input=None,
+        inference_context=None,
+        packed_seq_params=None,
+        runtime_gather_output=None,
+        context=context,
+        compute_language_model_loss=model.compute_language_model_loss,
+        scale_logits=getattr(model, "_scale_logits", None),
+        config=model.config,
+    )
+
+
 def whole(tensor: Tensor) -> Tensor:
     parts = [torch.empty_like(tensor) for _ in range(2)]
     dist.all_gather(parts, tensor.detach().contiguous())

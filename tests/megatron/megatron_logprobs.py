@@ -16,34 +16,24 @@ from cce_dist import TokenLogprobs, TokenSupport
 from cce_dist.reference import Reference, linear_cross_entropy_reference
 from megatron_patch import LogprobOptions
 from megatron_patch.logprobs import turn_support
-from tests.megatron.megatron_head import BATCH, SETUP, Checks, head_loss, inputs, make_model, whole
+from tests.megatron.megatron_head import (
+    BATCH,
+    SETUP,
+    Checks,
+    head_loss,
+    inputs,
+    make_model,
+    processed,
+    whole,
+)
 from tests.megatron.megatron_setup import CLASSES, SEQUENCE, Setup
 
 CHECKS = check = Checks()
 STATS: Any = ("entropy", "sum_p2", "correct", "mean_logit")
 
 
-def processed(model: Any, hidden: Tensor, labels: Tensor | None, context: Any) -> TokenLogprobs:
-    """As GPTModel._postprocess of megatron-core 0.19 calls an output processor."""
-    tied = model.share_embeddings_and_output_weights
-    return megatron_patch.logprobs(
-        hidden_states=hidden,
-        output_layer=model.output_layer,
-        output_weight=model.shared_embedding_or_output_weight() if tied else None,
-        labels=labels,
-        loss_mask=None,
-        input_ids=None,
-        position_ids=None,
-        attention_mask=None,
-        decoder_input=None,
-        inference_context=None,
-        packed_seq_params=None,
-        runtime_gather_output=None,
-        context=context,
-        compute_language_model_loss=model.compute_language_model_loss,
-        scale_logits=getattr(model, "_scale_logits", None),
-        config=model.config,
-    )
+def logprobs_of(model: Any, hidden: Tensor, labels: Tensor | None, context: Any) -> TokenLogprobs:
+    return processed(megatron_patch.logprobs, model, hidden, labels, context)
 
 
 def listing() -> tuple[Tensor, Tensor, TokenSupport, Tensor]:
@@ -77,7 +67,7 @@ def compare_with_dense(setup: Setup, supported: bool, classes: int = CLASSES) ->
     lost = torch.cat([torch.zeros(1, dtype=torch.int64), (~kept).cumsum(0)])
     support = TokenSupport(support.offsets - lost[support.offsets], support.ids[kept])
     context = LogprobOptions(temperature, STATS, support if supported else None, candidates, 2)
-    found = processed(model, hidden, labels.int(), context)
+    found = logprobs_of(model, hidden, labels.int(), context)
     weight = model.shared_embedding_or_output_weight() if setup.tied else model.output_layer.weight
     counts = (labels >= 0) & (labels < classes)
     ours = torch.autograd.grad(total(found, counts), (hidden, weight))
@@ -123,11 +113,11 @@ def logprobs_are_minus_the_losses() -> None:
     model = make_model()
     megatron_patch.apply(model, backend="torch")
     hidden, labels = inputs()
-    found = processed(model, hidden, labels, None)
+    found = logprobs_of(model, hidden, labels, None)
     torch.testing.assert_close(found.logprobs, -head_loss(model, hidden, labels))
     assert found.entropy is None
     model._scale_logits = lambda logits: 0.25 * logits
-    scaled = processed(model, hidden, labels, None)
+    scaled = logprobs_of(model, hidden, labels, None)
     torch.testing.assert_close(scaled.logprobs, -head_loss(model, hidden, labels, 0.25))
 
 
@@ -141,7 +131,7 @@ def logprobs_beside_a_loss_in_main_grad() -> None:
         hidden, labels = inputs()
         weight = model.output_layer.weight
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
-        total = processed(model, hidden, labels, None).logprobs.sum()
+        total = logprobs_of(model, hidden, labels, None).logprobs.sum()
         (total + head_loss(model, hidden, labels).square().sum()).backward()
         assert weight.grad_added_to_main_grad == fusion
         grads.append(weight.main_grad if fusion else weight.grad)
@@ -176,25 +166,25 @@ def logprobs_refused() -> None:
     model = make_model()
     hidden, labels = inputs()
     with pytest.raises(megatron_patch.PatchError, match=r"needs a patched model: call .*apply"):
-        processed(model, hidden, labels, None)
+        logprobs_of(model, hidden, labels, None)
     megatron_patch.apply(model, backend="torch")
     with pytest.raises(
         ValueError, match=r"output_processor_context must be a LogprobOptions.*dict"
     ):
-        processed(model, hidden, labels, {"temperature": 1.0})
+        logprobs_of(model, hidden, labels, {"temperature": 1.0})
     with pytest.raises(ValueError, match=r"labels must be given to megatron_patch\.logprobs"):
-        processed(model, hidden, None, None)
+        logprobs_of(model, hidden, None, None)
     short = LogprobOptions(support=TokenSupport(torch.zeros(3, dtype=torch.int64), labels[0, :0]))
     with pytest.raises(ValueError, match=r"support\.offsets must have shape \[N \+ 1\] with N="):
-        processed(model, hidden, labels, short)
+        logprobs_of(model, hidden, labels, short)
     model._scale_logits = lambda logits: logits.tanh()
     with pytest.raises(megatron_patch.PatchError, match=r"_scale_logits must multiply logits"):
-        processed(model, hidden, labels, None)
+        logprobs_of(model, hidden, labels, None)
     del model._scale_logits
     megatron_patch.remove()
     megatron_patch.apply(model, backend="torch", check_ranks=True)
     with pytest.raises(megatron_patch.PatchError, match=r"check_ranks=True has no log-prob"):
-        processed(model, hidden, labels, None)
+        logprobs_of(model, hidden, labels, None)
 
 
 @check

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from trl.experimental.gkd import GKDConfig, GKDTrainer
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-    from tests.integrations.test_trl_trainers import SPECIAL, WORDS, text, tokenizer_of
+    from tests.integrations.test_trl_trainers import SIZES, text, tokenizer_of
 
 __all__ = ["ChunkedDivergenceFunction", "tokenizer_of"]
 
@@ -47,23 +47,7 @@ def model_of(kind: str, dim: int = 16, seed: int = 0) -> Any:
         "untied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
     }
     config, model, options = classes[kind]
-    made = model(
-        config(
-            vocab_size=len(SPECIAL) + len(WORDS),
-            hidden_size=dim,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-            initializer_range=0.3,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=1,
-            **options,
-        )
-    )
-    return made
+    return model(config(**SIZES | {"hidden_size": dim, "initializer_range": 0.3} | options))
 
 
 class Gradients(TrainerCallback):

@@ -16,7 +16,7 @@ import megatron_patch
 from cce_dist.reference import Reference, linear_cross_entropy_reference
 from megatron_patch.frameworks import nemo_rl, skyrl, verl
 from tests.megatron.frameworks.stand_ins import NEMO_UTILS, SKYRL, VERL, load, stand_ins
-from tests.megatron.megatron_head import make_model, whole
+from tests.megatron.megatron_head import make_model, processed, whole
 from tests.megatron.megatron_setup import CLASSES, HIDDEN, SEQUENCE, Setup, megatron
 
 TEMPERATURE = 0.7
@@ -60,25 +60,7 @@ class Case:
         self.rows = (dist.get_rank() * rows, (dist.get_rank() + 1) * rows)
 
     def processed(self, processor: Any, labels: Tensor | None, context: Any) -> Any:
-        """As GPTModel._postprocess of megatron-core 0.19 calls an output processor."""
-        return processor(
-            hidden_states=self.hidden,
-            output_layer=self.model.output_layer,
-            output_weight=self.weight if self.setup.tied else None,
-            labels=labels,
-            loss_mask=None,
-            input_ids=self.ids,
-            position_ids=None,
-            attention_mask=None,
-            decoder_input=None,
-            inference_context=None,
-            packed_seq_params=None,
-            runtime_gather_output=None,
-            context=context,
-            compute_language_model_loss=self.model.compute_language_model_loss,
-            scale_logits=getattr(self.model, "_scale_logits", None),
-            config=self.model.config,
-        )
+        return processed(processor, self.model, self.hidden, labels, context, self.ids)
 
     def golden(self, targets: Tensor, temperature: float) -> tuple[Reference, list[Tensor]]:
         """Float64, of all tokens [b, s] and classes; and its leaves, hidden [s, b, h] first."""
