@@ -159,6 +159,15 @@ def no_recordings() -> Iterator[None]:
         replay.forget_recordings()
 
 
+@pytest.fixture(autouse=True)
+def no_patch() -> Iterator[None]:
+    """A test's patch of transformers ends with the test."""
+    yield
+    integration = sys.modules.get("cce_dist.integrations.transformers")
+    if integration is not None:
+        integration.remove()
+
+
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call prepares everything: a test sees the Python functions that a played call skips."""

@@ -9,13 +9,3 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> None:
     # Triton may be missing.
     tiles = pytest.importorskip("cce_dist.backends.triton.teacher.tiles")
     monkeypatch.setattr(tiles, "COLUMNS", 256)
-
-
-@pytest.fixture(autouse=True)
-def no_recordings() -> None:
-    """A test that counts steps meets no recording of another test's calls."""
-    try:
-        from cce_dist.backends.triton.launch.replay import forget_recordings
-    except ImportError:
-        return
-    forget_recordings()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,12 +23,6 @@ from tests.integrations.architectures import VOCAB_SIZE, batch, make  # noqa: E4
 from tests.integrations.beside import check_same, gradients, step  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def no_patch() -> Iterator[None]:
-    yield
-    integration.remove()
 
 
 def with_lora(**options: Any) -> Any:

@@ -7,7 +7,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,12 +26,6 @@ from tests.integrations.architectures import batch, make  # noqa: E402
 # transformers and its models warn of what comes in later versions.
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH = batch()
-
-
-@pytest.fixture(autouse=True)
-def no_patch() -> Iterator[None]:
-    yield
-    integration.remove()
 
 
 class Centred(nn.Linear):

@@ -25,9 +25,8 @@ STEPS = 20
 
 
 @pytest.fixture(autouse=True)
-def no_patch() -> Iterator[None]:
+def no_precision() -> Iterator[None]:
     yield
-    integration.remove()
     # A Trainer's precision would stay for the next Accelerator.
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 

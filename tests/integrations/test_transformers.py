@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,6 @@ from tests.integrations.beside import check_same, gradients, step  # noqa: E402
 
 # transformers and its models warn of what comes in later versions.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def no_patch() -> Iterator[None]:
-    yield
-    integration.remove()
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -86,12 +85,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocabulary_map": IMAGES,
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def no_patch() -> Iterator[None]:
-    yield
-    integration.remove()
 
 
 def make(name: str) -> Any:

@@ -7,7 +7,7 @@ import functools
 import io
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,6 @@ from tests.integrations.architectures import VOCAB_SIZE, batch, make, prepared  
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH = batch()
 MASK = BATCH["labels"] != -100
-
-
-@pytest.fixture(autouse=True)
-def no_patch() -> Iterator[None]:
-    yield
-    integration.remove()
 
 
 @pytest.fixture(scope="module")
