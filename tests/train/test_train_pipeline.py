@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from cce_dist.train.checkpoint import newest_checkpoint
 from cce_dist.train.config.pipeline import Layout
-from cce_dist.train.config.schema import ParallelConfig, TrainConfig
+from cce_dist.train.config.schema import TrainConfig
 from cce_dist.train.errors import ConfigError
 from cce_dist.train.pipeline.step import check_split_backward, planned_times
-from cce_dist.train.ranks import connect
 from tests.support.torchrun import (
-    is_running,
     read_losses,
     run_forked_training,
     started_training,
@@ -181,21 +178,6 @@ def test_pipeline_in_bfloat16_and_beside_dense(out: Path) -> None:
     assert "1f1b, 4 microbatches, layers of stages 2+2, head on the last stage" in output
 
 
-def test_pipeline_names_the_rank_that_dies(out: Path) -> None:
-    parallel = {"pp": 2, "timeout_s": TIMEOUT_S, **PLANNED}
-    config = write_config(out, "dies", JOB, parallel=parallel, steps=10**6, checkpoint={"every": 0})
-    with started_training(2, config) as job:
-        job.wait_for_step(3)
-        pids = job.rank_pids()
-        began = time.monotonic()
-        os.kill(pids[1], signal.SIGKILL)
-        code, output = job.finish(45)
-        assert time.monotonic() - began < 20, output
-    assert code != 0 and "Full Schedule" not in output
-    assert f"error: rank 1 (pid {pids[1]} on " in output
-    assert not any(is_running(pid) for pid in pids.values())
-
-
 def test_pipeline_signal_saves_and_exits(out: Path) -> None:
     parallel = {"pp": 2, "timeout_s": TIMEOUT_S, **SPREAD}
     config = write_config(
@@ -208,13 +190,6 @@ def test_pipeline_signal_saves_and_exits(out: Path) -> None:
     assert code == 0, output
     checkpoint = newest_checkpoint(out / "stops" / "checkpoints")
     assert checkpoint is not None and checkpoint.step == len(read_losses(out / "stops"))
-
-
-def test_connect_refuses_ranks_that_a_pipeline_does_not_divide() -> None:
-    with pytest.raises(
-        ConfigError, match=r"parallel\.pp x parallel\.tp must .*, got pp=2 and tp=3"
-    ):
-        connect(ParallelConfig(pp=2, tp=3))
 
 
 def layout(**parallel: Any) -> Layout:
