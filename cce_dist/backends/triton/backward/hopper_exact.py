@@ -35,7 +35,9 @@ def runs_on_hopper(state: BackwardState, grads: GradBuffers, hidden: Tensor) -> 
     the weight's."""
     if state.logits is not None or (grads.bias is not None and grads.weight is None):
         return False
-    return num_groups(state.weight, state.tiles) == 2 and takes_tma(hidden)
+    # Rows of a padded weight may be aligned where the fp32 hidden gradient's are not.
+    adds = grads.hidden is None or takes_tma(grads.hidden[0])
+    return num_groups(state.weight, state.tiles) == 2 and takes_tma(hidden) and adds
 
 
 def products_on_hopper(

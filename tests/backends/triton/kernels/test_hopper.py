@@ -386,6 +386,21 @@ class TestOnHopper:
         for found, expected in zip(ours, portable, strict=True):
             assert relative(found, expected) < 1e-3
 
+    def test_exact_of_padded_rows(self) -> None:
+        # Descriptors take the weight's rows of 24 numbers, and not the hidden gradient's of 17.
+        inputs = zipf_inputs(300, 5000, 17, generator=torch.Generator().manual_seed(0))
+        hidden, weight = (x.to("cuda", torch.bfloat16) for x in (inputs.hidden, inputs.weight))
+        padded = torch.nn.functional.pad(weight, (0, 7))[:, :17]
+        found = []
+        for each in (padded, weight):
+            leaves = hidden.detach().requires_grad_(), each.detach().requires_grad_()
+            loss = linear_cross_entropy(
+                *leaves, inputs.targets.cuda(), gradient="exact", backend="triton"
+            )
+            found.append(torch.autograd.grad(loss, leaves))
+        for mine, expected in zip(*found, strict=True):
+            assert relative(mine.float(), expected.float()) < 1e-3
+
     def test_exact_by_one_launch_is_deterministic(self) -> None:
         # Chunks of few columns: most tasks wait for others.
         shape = (3000, 20000, 320)
