@@ -134,10 +134,10 @@ def linear_cross_entropy(
         RuntimeError: a backward through lse or entropy with gradient="in_forward".
     Collectives on `group`, bytes a rank (float64: twice as many):
         Forward: one all-gather of 8 N + 32, and 4 N more for label smoothing, 4 N for entropy, 4 N
-        for sum_p2, 8 N for correct, 16 N for moments, 4 N for fp32 inputs on backend "torch"
-        ("in_forward" of every column: one a chunk of tokens, after one of 8 bytes). tail_mass adds
-        one of 4 N. Before them come four of 4 N if backend "triton" filters, one if "torch"
-        screens, and on the CPU one of 40 bytes for the sizes.
+        for sum_p2, 8 N for correct, 16 N for moments, 4 N for fp32 inputs ("in_forward" of every
+        column: one a chunk of tokens, after one of 8 bytes). tail_mass adds one of 4 N. Before them
+        come four of 4 N if backend "triton" filters, one if "torch" screens, and on the CPU one of
+        40 bytes for the sizes.
         Backward: one all-reduce of [N, D] fp32; or for 16-bit hidden, if W divides N, a
         reduce-scatter, and an all-gather of the sum in 16 bits. With "in_forward" these are in the
         forward.

@@ -71,12 +71,9 @@ class EmptyShard(TorchBackend):
     ) -> tuple[Stats, Scores | None]:
         _exchange_nothing(tokens, head, request)
         tokens = replace(tokens, local_targets=tokens.local_targets.long())
-        # The other ranks' kernels have no `Stats.lse_rest`.
         if request.segment:
-            stats = statistics_of_segments(tokens, head, request)
-            return replace(stats, lse_rest=None), None
-        stats, _ = statistics(tokens, head, replace(request, filter=None, store=None))
-        return replace(stats, lse_rest=None), None
+            return statistics_of_segments(tokens, head, request), None
+        return statistics(tokens, head, replace(request, filter=None, store=None))
 
     def keep(
         self,

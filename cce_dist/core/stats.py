@@ -34,8 +34,8 @@ class Stats:
     mean_logit: Tensor | None = None  # minus origin_logit
     m2_logit: Tensor | None = None  # sum of squared deviations from the mean (Welford)
     screened: Tensor | None = None  # 1 where logits had 8 bits, but for the kept columns
-    # lse's digits beyond fp32, of eager torch for fp32 inputs: of logits near 300 lse alone is off
-    # by more than a loss of 1e-2 allows.
+    # lse's digits beyond fp32, for fp32 inputs: of logits near 300 lse alone is off by more than a
+    # loss of 1e-2 allows.
     lse_rest: Tensor | None = None
 
     @property

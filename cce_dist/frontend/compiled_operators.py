@@ -152,7 +152,8 @@ def two_pass(
     if out.state is not None and plan.backend.traits.counts_on_device:
         selection = out.state.selection
         scores = selection.scores if selection.kept is None else selection.kept.scores
-        state = [stats.target_logit, *take_apart(scores)[1]]
+        rest = [] if stats.lse_rest is None else [stats.lse_rest]
+        state = [stats.target_logit, *rest, *take_apart(scores)[1]]
     tensors = apart([*outputs, *others, *state])
     end = 4 + len(others)
     return (*tensors[:4], tensors[4:end], tensors[end:])  # pyright: ignore[reportReturnType]
@@ -206,7 +207,10 @@ def _state_like(
     if not plan.backend.traits.counts_on_device:
         return []
     scores = _scores_like(plan, size, weight)
-    return [hidden.new_empty(size, dtype=torch.float32), *take_apart(scores)[1]]
+    # The target logit, and `Stats.lse_rest` of fp32 inputs.
+    vectors = 2 if weight.dtype == torch.float32 else 1
+    of_tokens = [hidden.new_empty(size, dtype=torch.float32) for _ in range(vectors)]
+    return [*of_tokens, *take_apart(scores)[1]]
 
 
 def _scores_like(plan: Plan, size: int, weight: Tensor) -> Scores | None:
@@ -255,11 +259,13 @@ def two_pass_backward(
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         if state:
             target_logit, *of_scores = state
+            rest = of_scores.pop(0) if weight.dtype == torch.float32 else None
             # The state has only the tensors of the scores.
             like = _scores_like(plan, len(rows), torch.empty_like(weight, device="meta"))
             selection, _ = take_apart(Selection(like, None))
             selection = put_together(selection, iter(of_scores))
-            stats = Stats(lse, target_logit, entropy=entropy if plan.wanted.entropy else None)
+            entropies = entropy if plan.wanted.entropy else None
+            stats = Stats(lse, target_logit, entropy=entropies, lse_rest=rest)
             saved = State(call, known, stats, selection)
         else:
             out = steps.forward(*tensors, known, call, Needs(*needs))

@@ -149,6 +149,8 @@ def forward(
         backward_is_next=True,
     )
     sums_nll = finish.terms.is_nll and options.reduction != "none"
+    # `LossKernels` don't read `Stats.lse_rest`.
+    sums_nll = sums_nll and inputs.weight.dtype != torch.float32
     call = replace(call, plan=replace(call.plan, sums_nll=sums_nll))
     one_pass = options.gradient == "in_forward" and any(needs)
     with torch.no_grad(), without_autocast(inputs.hidden.device.type):

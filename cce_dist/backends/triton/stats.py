@@ -203,7 +203,7 @@ def _packed_stats(state: ForwardState, finished: Finished, screened: Screened | 
     num_tokens = len(state.tokens)
     stats = Stats(finished.lse[..., :num_tokens], finished.target_logit[:num_tokens])
     stats = _with_extras(state, stats, finished)
-    for name in ("entropy", "sum_p2"):
+    for name in ("entropy", "sum_p2", "lse_rest"):
         values = getattr(finished, name)
         if values is not None:
             stats = replace(stats, **{name: values[..., :num_tokens]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -307,8 +308,11 @@ def test_screened_keeps_nothing_without_a_gradient(rooms: list[Any]) -> None:
     assert rooms == []
 
 
-@pytest.mark.parametrize(**grid(places=TRITON_PLACES, num_blocks=(1, 16, 20)))
-def test_blocks_whose_logits_are_not_usable(place: Place, num_blocks: int) -> None:
+WIDE = {"16_bits": False, "fp32": True}
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, num_blocks=(1, 16, 20), wide=WIDE))
+def test_blocks_whose_logits_are_not_usable(place: Place, num_blocks: int, wide: bool) -> None:
     """A reference far from lse, below or above, or NaN; of tokens that count alone."""
     size, last = num_blocks * TOKEN_BLOCK, num_blocks - 1
     count = torch.tensor([size - 28], dtype=torch.int32)
@@ -319,11 +323,11 @@ def test_blocks_whose_logits_are_not_usable(place: Place, num_blocks: int) -> No
         if token is not None:
             ref[token] = lse[token] + value
         factors = torch.full((7, size), float("nan"))
-        factors[5] = lse
+        factors[5] = lse * math.log(2) if wide else lse
         bad_ref = torch.full((num_blocks + 1,), -7, dtype=torch.int32)
         tensors = [x.to(place.device) for x in (factors, ref, count, bad_ref)]
         start(bad_ref_kernel, (1,))(
-            *tensors, num_blocks, FURTHEST, TOKENS=TOKEN_BLOCK, BLOCKS=BLOCKS_AT_ONCE
+            *tensors, num_blocks, FURTHEST, TOKENS=TOKEN_BLOCK, BLOCKS=BLOCKS_AT_ONCE, WIDE=wide
         )
         expected = [0] * (num_blocks + 1)
         if token is not None:

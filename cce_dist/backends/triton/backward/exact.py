@@ -31,8 +31,8 @@ from cce_dist.backends.triton.launch.tiles import (
     ALL,
     cached_blocks,
     interpreted,
+    is_wide,
     num_programs,
-    rounds_exp2,
     takes_tma,
 )
 from cce_dist.options import TOKEN_BLOCK
@@ -116,7 +116,7 @@ def _dds_and_dsd(
         N=state.num_blocks * TOKEN_BLOCK, V=weight.shape[0], D=weight.shape[1],
         stride_hn=hidden.stride(0), stride_wv=weight.stride(0), stride_gv=grads.weight_stride,
         TOKENS=TOKEN_BLOCK, TILE=TILE, SLICE=columns, BLOCK_K=block_k, PRECISION="ieee",
-        TAIL_PRECISION=state.tail_precision, USE_TMA=use_tma, WIDE=rounds_exp2(weight),
+        TAIL_PRECISION=state.tail_precision, USE_TMA=use_tma, WIDE=is_wide(weight),
         IS_FIRST=is_first, GROUPS=state.padded_groups, HAS_MEAN=state.mean is not None,
         HAS_CLASS_WEIGHT=head.class_weight is not None, HAS_GRAD_HIDDEN=grads.hidden is not None,
         HAS_GRAD_WEIGHT=grads.weight is not None, HAS_GRAD_BIAS=grads.bias is not None,
@@ -144,6 +144,7 @@ def _blocks_of_bad_ref(state: BackwardState, ref: Tensor) -> Tensor:
         FURTHEST,
         TOKENS=TOKEN_BLOCK,
         BLOCKS=BLOCKS_AT_ONCE,
+        WIDE=is_wide(state.weight),
     )
     return bad_ref
 
@@ -169,7 +170,7 @@ def launch_d_logits(state: BackwardState, hidden: Tensor, region: Region) -> Non
         scale=per_token.scale,
         softcap=head.softcap or 1.0,
         BLOCK_N=TOKEN_BLOCK,
-        WIDE=rounds_exp2(state.weight),
+        WIDE=is_wide(state.weight),
         HAS_SOFTCAP=head.softcap is not None,
         HAS_ENTROPY=state.has_entropy,
         HAS_SMOOTH=state.has_smooth,
@@ -202,7 +203,7 @@ def _launch_logits(
         V=weight.shape[0], D=weight.shape[1], stride_hn=hidden.stride(0),
         stride_wv=weight.stride(0), scale=per_token.scale, softcap=head.softcap or 1.0,
         BLOCK_N=TOKEN_BLOCK, BLOCK_V=columns, BLOCK_D=tiles.dims, USE_TMA=use_tma,
-        PRECISION="ieee", WIDE=rounds_exp2(weight), HAS_LOGITS=has_logits,
+        PRECISION="ieee", WIDE=is_wide(weight), HAS_LOGITS=has_logits,
         ONLY_BAD_REF=bad_ref is not None and not has_logits, HAS_BIAS=head.bias is not None,
         HAS_SOFTCAP=head.softcap is not None, HAS_ENTROPY=state.has_entropy,
         HAS_SMOOTH=state.has_smooth, HAS_CLASS_WEIGHT=head.class_weight is not None,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ from cce_dist.backends.protocol import BackwardRequest
 from cce_dist.backends.triton.kernels.backward.upstream import upstream_kernel
 from cce_dist.backends.triton.launch.arguments import pad_tokens, rows_of
 from cce_dist.backends.triton.launch.start import is_compiling_only, start
+from cce_dist.backends.triton.launch.tiles import is_wide
+from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens, largest_operand
 from cce_dist.options import TOKEN_BLOCK
 
@@ -22,7 +25,7 @@ from cce_dist.options import TOKEN_BLOCK
 class TokenUpstream:
     """The upstream gradients of each token of the blocks; P = num_blocks * 128."""
 
-    factors: Tensor  # [7, P] fp32: see `exact_logits_kernel`
+    factors: Tensor  # [7 or 8, P] fp32: see `exact_logits_kernel`
     count: Tensor  # [1] int32: tokens that count
     grad_scale: Tensor  # [1] the power of two by which the gradients in `factors` were divided
     rows: Tensor  # [P] int64: a permutation of the first N
@@ -61,13 +64,10 @@ class TokenUpstream:
         divides = head.weight.element_size() == 2 and not (by_torch or request.invariant)
         divides = divides and any(g is not None for g in of_tokens)
         has_entropy_tail = log_dropped is not None and grads[2] is not None
-
-        def new(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(*shape, dtype=dtype, device=lse.device)
-
-        fp32, int64 = torch.float32, torch.int64
+        new = functools.partial(torch.empty, device=lse.device)
+        wide, fp32, int64 = is_wide(head.weight), torch.float32, torch.int64
         per_token = cls(
-            factors=new(7, size, dtype=fp32),
+            factors=new(7 + wide, size, dtype=fp32),
             count=count,
             grad_scale=new(1, dtype=fp32),
             rows=new(size, dtype=int64),
@@ -80,6 +80,7 @@ class TokenUpstream:
         )
         # The kernel reads the entropy for its gradient alone; None spares a second binary.
         entropy = None if grads[2] is None else stats.entropy
+        lse = _with_rest(stats) if wide else lse
         vectors = (lse, stats.target_logit, *grads, entropy, log_dropped, *(beside or (None, None)))
         vectors = (None if x is None else x.contiguous() for x in vectors)
         start(upstream_kernel, (num_blocks,))(
@@ -108,8 +109,15 @@ class TokenUpstream:
             HAS_TEACHER=beside is not None,
             BY_BLOCK=request.kept is not None,
             DIVIDES=divides,
+            WIDE=wide,
         )
         return per_token
+
+
+def _with_rest(stats: Stats) -> Tensor:
+    """Returns lse and its rest, [2, N]. Distillation's kernels have none."""
+    rest = torch.zeros_like(stats.lse) if stats.lse_rest is None else stats.lse_rest
+    return torch.stack((stats.lse, rest))
 
 
 def _scale_of(tokens: Tokens, head: Head, order: Tensor | None, size: int) -> float | Tensor:

@@ -75,5 +75,6 @@ class Finished:
     entropy: Tensor | None
     sum_p2: Tensor | None
     target_logit: Tensor
+    lse_rest: Tensor | None = None  # of fp32 inputs: see `Stats`
     # The largest logit and its column, fp32; None: not wanted
     largest: tuple[Tensor, Tensor] | None = None

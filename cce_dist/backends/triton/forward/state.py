@@ -51,8 +51,8 @@ from cce_dist.backends.triton.launch.tiles import (
     KernelTiles,
     cached_blocks,
     interpreted,
+    is_wide,
     num_programs,
-    rounds_exp2,
     splits_of_segment,
     takes_tma,
     tiles_for,
@@ -323,7 +323,7 @@ class ForwardState:
             head.softcap or 1.0,
             grouping.threshold,
             BLOCK_N=TOKEN_BLOCK, BLOCK_V=self.columns, BLOCK_D=tiles.dims, USE_TMA=use_tma,
-            PRECISION="ieee", WIDE=rounds_exp2(self.weight), HAS_BIAS=head.bias is not None,
+            PRECISION="ieee", WIDE=is_wide(self.weight), HAS_BIAS=head.bias is not None,
             HAS_SOFTCAP=head.softcap is not None, HAS_SCORE=self.score,
             BY_LARGEST=grouping.by_largest, HAS_SURPLUS=wanted.entropy,
             HAS_SQUARES=wanted.sum_p2, HAS_ARGMAX=wanted.correct or wanted.moments,
@@ -346,7 +346,9 @@ class ForwardState:
         split_states = self.buffers.split_states[last.number % SLOTS.value]
         padded = self.packed.shape[0]
         shape = (self.segments, padded) if self.segment else (padded,)
-        lse = split_states.new_empty(shape)
+        wide = is_wide(self.weight)
+        lses = split_states.new_empty(1 + wide, *shape)
+        lse = lses[0]
         dropped = torch.empty_like(lse) if self.score else None
         entropy = torch.empty_like(lse) if self.wanted.entropy else None
         sum_p2 = torch.empty_like(lse) if self.wanted.sum_p2 else None
@@ -360,7 +362,7 @@ class ForwardState:
             self.or_dummy(full),
             split_states,
             self.or_dummy(self.buffers.extras),
-            lse,
+            lses,
             self.or_dummy(dropped),
             self.or_dummy(entropy),
             self.or_dummy(sum_p2),
@@ -374,8 +376,10 @@ class ForwardState:
             HAS_SQUARES=self.wanted.sum_p2,
             HAS_UNKEPT=self.has_unkept,
             IS_SCREENED=full is not None,
+            WIDE=wide,
         )
-        return Finished(lse, dropped, unkept, entropy, sum_p2, lse.new_empty(padded))
+        rest = lses[1] if wide else None
+        return Finished(lse, dropped, unkept, entropy, sum_p2, lse.new_empty(padded), rest)
 
 
 def _scale_of(tokens: Tokens, head: Head, padded: int) -> float | Tensor:

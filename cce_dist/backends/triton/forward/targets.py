@@ -18,7 +18,7 @@ from cce_dist.backends.triton.forward.operands import Finished
 from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.kernels.forward.targets import target_products_kernel, targets_kernel
 from cce_dist.backends.triton.launch.start import start
-from cce_dist.backends.triton.launch.tiles import rounds_exp2
+from cce_dist.backends.triton.launch.tiles import is_wide
 from cce_dist.core.streams import start_on_side_stream
 from cce_dist.core.types import Head
 from cce_dist.options import TOKEN_BLOCK
@@ -131,7 +131,7 @@ def add_targets(
         state.head.softcap or 1.0,
         student_softcap or 1.0,
         BLOCK=TOKEN_BLOCK,
-        WIDE=rounds_exp2(state.weight),
+        WIDE=is_wide(state.weight),
         HAS_SOFTCAP=state.head.softcap is not None,
         HAS_SCORE=score,
         HAS_UNKEPT=state.has_unkept,

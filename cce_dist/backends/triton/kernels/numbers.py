@@ -9,6 +9,8 @@ import triton.language as tl
 IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 # Exponentials are in base 2, as the hardware's are: logits are multiplied by log2(e) once.
 LOG2E = tl.constexpr(1.4426950408889634)
+# The same as fp32 holds it.
+LOG2E_FP32 = tl.constexpr(1.44269502162933349609375)
 # The lower bound of an empty sum: finite, so that the difference of two is not NaN.
 LOWEST = tl.constexpr(-1e30)
 # A normal number of fp32, near its smallest.
@@ -72,6 +74,28 @@ def exp2_of(x):
     power = (tl.where(inside, whole, 0.0).to(tl.int32) + 127) << 23
     root = tl.exp2(0.5 * x)
     return tl.where(inside, near * power.to(tl.float32, bitcast=True), root * root)
+
+
+@triton.jit
+def exp2_in(x, WIDE: tl.constexpr):
+    """Computes 2^x, to fp32's last digits if WIDE. NumPy's function has them."""
+    return exp2_of(x) if WIDE and not IS_INTERPRETED else tl.exp2(x)
+
+
+@triton.jit
+def log2_above(z, ref):
+    """Returns z log2(e) - ref, rounded once: a rounded product near 400 has few digits below 1."""
+    if IS_INTERPRETED:
+        return (z.to(tl.float64) * LOG2E_FP32 - ref.to(tl.float64)).to(tl.float32)
+    else:
+        return tl.fma(z, LOG2E, -ref)
+
+
+@triton.jit
+def log2_probability(z, lse, rest, WIDE: tl.constexpr):
+    """Returns log2 of a probability. z and lse are in log2; or if WIDE natural, whose difference is
+    as exact as they are, and `rest` is `Stats.lse_rest`."""
+    return (z - lse - rest) * LOG2E if WIDE else z - lse
 
 
 @triton.jit

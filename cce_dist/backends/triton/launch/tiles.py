@@ -137,9 +137,9 @@ def splits_of_segment(columns: int, weight: Tensor, tiles: KernelTiles) -> int:
 ALL, UNTIL_HIDDEN, AFTER_HIDDEN = 0, 1, 2
 
 
-def rounds_exp2(tensor: Tensor) -> bool:
-    """Tells whether exponentials need more digits than the hardware gives; NumPy gives enough."""
-    return tensor.dtype == torch.float32 and not interpreted()
+def is_wide(tensor: Tensor) -> bool:
+    """Tells whether kernels compute with fp32's last digits, which 16-bit inputs don't have."""
+    return tensor.dtype == torch.float32
 
 
 def cached_blocks(weight: Tensor, element_size: int, beside: int = 0) -> int:

@@ -26,7 +26,7 @@ from cce_dist.backends.triton.launch.arguments import descriptor_of
 from cce_dist.backends.triton.launch.start import start
 from cce_dist.backends.triton.launch.tiles import (
     KernelTiles,
-    rounds_exp2,
+    is_wide,
     takes_tma,
     tiles_for,
 )
@@ -249,7 +249,7 @@ class HeadStates:
             USE_TMA=use_tma[0],
             TEACHER_USE_TMA=use_tma[1],
             PRECISION="ieee",
-            WIDE=rounds_exp2(far.weight) or rounds_exp2(near.weight),
+            WIDE=is_wide(far.weight) or is_wide(near.weight),
             HAS_BIAS=far.head.bias is not None,
             HAS_SOFTCAP=far.head.softcap is not None,
             TEACHER_HAS_BIAS=near.head.bias is not None,

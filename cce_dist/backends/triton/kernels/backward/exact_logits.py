@@ -9,8 +9,10 @@ import triton.language as tl
 from cce_dist.backends.triton.kernels.backward.sdd import slope_at
 from cce_dist.backends.triton.kernels.numbers import (
     LOG2E,
-    exp2_of,
+    exp2_in,
     load_tile,
+    log2_above,
+    log2_probability,
     scale_across,
     scale_of,
     softcapped,
@@ -31,7 +33,7 @@ def d_logits(
     HAS_SMOOTH: tl.constexpr,
 ):
     """Returns the gradient of the loss by E . C + bias, but for the target's term."""
-    p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
+    p = exp2_in(log_p, WIDE)
     if HAS_ENTROPY:
         surprise = tl.where(p > 0, log_p / LOG2E, 0.0) + entropy
         grad = p * (probability - of_entropy * surprise)
@@ -84,12 +86,14 @@ def logits_task(
     upstream_ptrs = upstream_ptr + token
     slope = 1.0
     if HAS_LOGITS:
-        x = tl.load(logit_ptr + place).to(tl.float32) + tl.load(ref_ptr + token)[None, :]
+        above = tl.load(logit_ptr + place).to(tl.float32)
+        ref = tl.load(ref_ptr + token)[None, :]
+        x = above + ref
         # All threads must have read the logits before any of them writes d_logits there.
         tl.debug_barrier()
         if HAS_SOFTCAP:
             # The logits of a token that doesn't count are -inf.
-            slope = slope_at(x, scale_across(scale, token), softcap)
+            slope = slope_at(x, scale_across(scale, token), softcap, False)
             slope = tl.where(x > float("-inf"), slope, 0.0)
     else:
         x = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
@@ -107,7 +111,8 @@ def logits_task(
             x += bias.to(tl.float32)[:, None]
         if HAS_SOFTCAP:
             x, slope = softcapped(x, softcap, WIDE)
-        x *= scale_across(scale, token) * LOG2E
+        factor = scale_across(scale, token)
+        x *= factor if WIDE else factor * LOG2E
     of_class = 1.0
     if HAS_CLASS_WEIGHT:
         of_class = tl.load(class_weight_ptr + column, mask=column < V, other=0.0)[:, None]
@@ -119,9 +124,15 @@ def logits_task(
         entropy = tl.load(upstream_ptrs + 3 * N)[None, :]
     if HAS_SMOOTH:
         of_mean = tl.load(upstream_ptrs + 4 * N)[None, :]
+    lse = tl.load(upstream_ptrs + 5 * N)[None, :]
+    rest = tl.load(upstream_ptrs + 7 * N)[None, :] if WIDE else 0.0
+    if WIDE and HAS_LOGITS:
+        log_p = above - (log2_above(lse, ref) + rest * LOG2E)
+    else:
+        log_p = log2_probability(x, lse, rest, WIDE)
     grad = d_logits(
-        x - tl.load(upstream_ptrs + 5 * N)[None, :], slope, tl.load(upstream_ptrs)[None, :],
-        of_entropy, entropy, of_mean, of_class, WIDE, HAS_ENTROPY, HAS_SMOOTH,
+        log_p, slope, tl.load(upstream_ptrs)[None, :], of_entropy, entropy, of_mean, of_class, WIDE,
+        HAS_ENTROPY, HAS_SMOOTH,
     )  # fmt: skip
     if first_column + tile * BLOCK_V + BLOCK_V > V:
         grad = tl.where((column < V)[:, None], grad, 0.0)
@@ -142,6 +153,7 @@ def bad_ref_kernel(
     furthest,  # of a reference from lse, log2
     TOKENS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    WIDE: tl.constexpr,  # fp32 inputs
 ):
     """Finds the blocks whose kept logits are not usable; NaN is not. One program has all blocks."""
     count = tl.load(count_ptr)
@@ -152,6 +164,8 @@ def bad_ref_kernel(
         token = block[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
         counts = token < count
         lse = tl.load(lse_ptr + token, mask=counts, other=0.0)
+        if WIDE:
+            lse *= LOG2E
         ref = tl.load(ref_ptr + token, mask=counts, other=0.0)
         is_near = tl.abs(lse - ref) <= furthest
         bad_ref = tl.max(tl.where(counts & (is_near == 0), 1, 0), 1)
@@ -174,7 +188,8 @@ def exact_logits_kernel(
     bias_ptr,  # [V]
     class_weight_ptr,  # [V]
     count_ptr,  # [1] int32
-    upstream_ptr,  # [7, N]: probability, target, entropy; entropy; mean; lse and target's z in log2
+    upstream_ptr,  # [7, N]: probability, target, entropy; entropy; mean; lse and target's z, in
+    # log2; if WIDE both natural, and [8, N], with `Stats.lse_rest`
     first_column,
     num_columns,
     cached_blocks,
@@ -269,15 +284,24 @@ def exact_targets_kernel(
     z = tl.load(upstream_ptrs + 6 * N)
     slope = 1.0
     if HAS_SOFTCAP:
-        slope = slope_at(z, scale_of(scale, token), softcap)
+        slope = slope_at(z, scale_of(scale, token), softcap, WIDE)
     of_class = 1.0
     if HAS_CLASS_WEIGHT:
         of_class = tl.load(class_weight_ptr + target, mask=here, other=0.0)
+    rest = tl.load(upstream_ptrs + 7 * N) if WIDE else 0.0
+    log_p = log2_probability(z, tl.load(upstream_ptrs + 5 * N), rest, WIDE)
+    probability = tl.load(upstream_ptrs)
+    if WIDE:
+        of_target = tl.load(upstream_ptrs + N)
+        probability -= of_target
     grad = d_logits(
-        z - tl.load(upstream_ptrs + 5 * N), slope, tl.load(upstream_ptrs),
-        tl.load(upstream_ptrs + 2 * N), tl.load(upstream_ptrs + 3 * N),
+        log_p, slope, probability, tl.load(upstream_ptrs + 2 * N), tl.load(upstream_ptrs + 3 * N),
         tl.load(upstream_ptrs + 4 * N), of_class, WIDE, HAS_ENTROPY, HAS_SMOOTH,
     )  # fmt: skip
-    grad -= tl.load(upstream_ptrs + N) * slope
+    if WIDE:
+        # p - 1 is exact near 1, where p times a large weight would be rounded first.
+        grad += (exp2_in(log_p, WIDE) - 1.0) * of_target * slope
+    else:
+        grad -= tl.load(upstream_ptrs + N) * slope
     place = workspace_ptr + local.to(tl.int64) * N + token
     tl.store(place, grad.to(workspace_ptr.dtype.element_ty), mask=here)

@@ -7,8 +7,9 @@ from cce_dist.backends.triton.kernels.filter.column_lists import draw_level_of
 from cce_dist.backends.triton.kernels.numbers import (
     LOG2E,
     apart,
-    exp2_of,
+    exp2_in,
     fast_log2,
+    log2_probability,
     rounded,
     scale_across,
     softcapped,
@@ -25,9 +26,9 @@ STORED_MOST = tl.constexpr(65504.0)
 
 
 @triton.jit
-def slope_at(z, scale, softcap):
-    """Computes softcap'(z) of a logit in log2."""
-    t = z / (softcap * scale * LOG2E)
+def slope_at(z, scale, softcap, WIDE: tl.constexpr):
+    """Computes softcap'(z) of a logit in log2, natural if WIDE."""
+    t = z / (softcap * scale if WIDE else softcap * scale * LOG2E)
     return 1.0 - t * t
 
 
@@ -86,7 +87,7 @@ def fresh_logits(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Computes logits, [COLUMNS, TOKENS] fp32, log2; and softcap' of them, or 1."""
+    """Computes logits, [COLUMNS, TOKENS] fp32, in log2 or natural if WIDE; and softcap', or 1."""
     c_ptrs = weight_ptr + column.to(tl.int64)[:, None] * stride_wv + tl.arange(0, BLOCK_K)[None, :]
     x = logits_of(
         c_ptrs, block, hidden_ptr, rows_ptr, D, stride_hn, COLUMNS, TOKENS, BLOCK_K, EVEN_K, STAGES,
@@ -98,7 +99,8 @@ def fresh_logits(
     if HAS_SOFTCAP:
         x, slope = softcapped(x, softcap, WIDE)
     token = block * TOKENS + tl.arange(0, TOKENS)
-    return x * (scale_across(scale, token) * LOG2E), slope
+    scale = scale_across(scale, token)
+    return x * (scale if WIDE else scale * LOG2E), slope
 
 
 @triton.jit
@@ -184,10 +186,13 @@ def of_teacher(
     token = block * TOKENS + tl.arange(0, TOKENS)
     lse = tl.load(upstream_ptr + 5 * N + token)
     if IS_LOG:
-        waiting = y - lse[None, :]
+        waiting = log2_probability(y, lse[None, :], 0.0, WIDE)
     else:
-        log_p = y + (log2_times[:, None] - lse[None, :])
-        waiting = (exp2_of(log_p) if WIDE else tl.exp2(log_p)) * WAITING
+        if WIDE:
+            log_p = log2_probability(y, lse[None, :], 0.0, WIDE) + log2_times[:, None]
+        else:
+            log_p = y + (log2_times[:, None] - lse[None, :])
+        waiting = exp2_in(log_p, WIDE) * WAITING
     return waiting if (dtype == tl.float32) | IS_LOG else waiting.to(tl.float16)
 
 
@@ -278,7 +283,7 @@ def sdd_kept_task(
             )  # fmt: skip
             of_entry = apart(of_entry)
         if HAS_SOFTCAP:
-            slope = slope_at(of_entry, scale_across(scale, token), softcap)
+            slope = slope_at(of_entry, scale_across(scale, token), softcap, WIDE)
             slope = tl.where(of_entry == float("-inf"), 0.0, slope)
     else:
         of_entry, slope = fresh_logits(
@@ -291,8 +296,11 @@ def sdd_kept_task(
     is_target = tl.where(listed, column, -2)[:, None] == tl.load(target_ptr + token)[None, :]
     z = tl.load(upstream_ptrs + 6 * N)[None, :]
     if HAS_SOFTCAP:
-        slope = tl.where(is_target, slope_at(z, scale_across(scale, token), softcap), slope)
-    log_p = tl.where(is_target, z, of_entry) - tl.load(upstream_ptrs + 5 * N)[None, :]
+        slope = tl.where(is_target, slope_at(z, scale_across(scale, token), softcap, WIDE), slope)
+    rest = tl.load(upstream_ptrs + 7 * N)[None, :] if WIDE else 0.0
+    log_p = log2_probability(
+        tl.where(is_target, z, of_entry), tl.load(upstream_ptrs + 5 * N)[None, :], rest, WIDE
+    )
     own_log_p = log_p
     if HAS_TEACHER and HAS_ENTROPY:
         # The entropy is relative to the teacher, or to a mixture with it.
@@ -302,7 +310,7 @@ def sdd_kept_task(
         own_log_p -= relative_to
     if HAS_DRAWN:
         log_p += log2_times[:, None]
-    p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
+    p = exp2_in(log_p, WIDE)
     grad = p * tl.load(upstream_ptrs)[None, :]
     if HAS_TEACHER and not HAS_ENTROPY:
         grad += of_other.to(tl.float32) * (tl.load(teacher[3] + token) / WAITING)[None, :]

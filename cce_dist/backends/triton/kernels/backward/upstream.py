@@ -68,7 +68,7 @@ def upstream_kernel(
     local_target_ptr,  # [N] int32 or int64, -1: none here
     order_ptr,  # [N]: token i of the blocks is token order[i] of the vectors above and below
     count_ptr,  # [1] int32
-    lse_ptr,  # [N]
+    lse_ptr,  # [N]; behind it [N] `Stats.lse_rest` if WIDE
     target_logit_ptr,  # [N]
     nll_grad_ptr,  # [N] upstream gradients
     lse_grad_ptr,
@@ -79,7 +79,7 @@ def upstream_kernel(
     teacher_lse_ptr,  # [N] of the model that the entropy is relative to
     difference_ptr,  # [N] see `Marks.of_dropped`
     grad_scale_ptr,  # [1] the power of two by which gradients below are divided: out
-    upstream_ptr,  # [7, N_padded]: see `exact_logits_kernel`: out
+    upstream_ptr,  # [7 or 8, N_padded]: see `exact_logits_kernel`: out
     row_ptr,  # [N_padded] int64: row of each token: out
     read_row_ptr,  # [N_padded] int64: as above, but never an ignored token's row: out
     target_ptr,  # [N_padded] int32: out
@@ -101,6 +101,7 @@ def upstream_kernel(
     HAS_TEACHER: tl.constexpr,  # the entropy is minus a KL
     BY_BLOCK: tl.constexpr,  # a block's tokens have chosen its columns
     DIVIDES: tl.constexpr,  # by `power_of_largest`; else by 1
+    WIDE: tl.constexpr,  # fp32 inputs
 ):
     """Writes the upstream gradients of a block of tokens. Tokens that don't count get gradients 0,
     and an lse above any logit."""
@@ -157,8 +158,11 @@ def upstream_kernel(
     tl.store(out + 2 * size, of_entropy * factor)
     tl.store(out + 3 * size, entropy)
     tl.store(out + 4 * size, tl.div_rn(of_mean, zero + grad_scale) if HAS_SMOOTH else zero)
-    tl.store(out + 5 * size, tl.where(counts, lse * LOG2E, HIGHEST))
-    tl.store(out + 6 * size, logit * LOG2E)
+    tl.store(out + 5 * size, tl.where(counts, lse if WIDE else lse * LOG2E, HIGHEST))
+    tl.store(out + 6 * size, logit if WIDE else logit * LOG2E)
+    if WIDE:
+        rest = tl.load(lse_ptr + N + place, mask=counts, other=0.0)
+        tl.store(out + 7 * size, rest)
     row = tl.load(rows_ptr + place, mask=inside, other=0).to(tl.int64)
     tl.store(row_ptr + token, row)
     # An ignored row may hold NaN, which 0 times does not remove.
@@ -167,6 +171,8 @@ def upstream_kernel(
     tl.store(target_ptr + token, target)
     if HAS_TAIL:
         log_dropped = tl.load(dropped_ptr + place, mask=counts, other=float("-inf"))
+        if WIDE:
+            log_dropped -= rest
         dropped = tl.exp2((log_dropped - lse) * LOG2E)
         tail_mass = probability * scale * dropped
         if HAS_ENTROPY:

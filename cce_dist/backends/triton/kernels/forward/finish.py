@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from cce_dist.backends.triton.kernels.forward.launches import SQUARES, UNKEPT
-from cce_dist.backends.triton.kernels.numbers import LOG2E, exp2_of, log2_of
+from cce_dist.backends.triton.kernels.numbers import LOG2E, LOG2E_FP32, exp2_of, log2_of
 
 
 @triton.jit
@@ -14,7 +14,8 @@ def finish_kernel(
     full_ptr,  # [1] int32, if IS_SCREENED: 0: logits are 8-bit
     state_ptr,  # [4, size]: see `forward_kernel`
     extras_ptr,  # [8, size]: see `add_extras`
-    lse_ptr,  # [S, N] natural log: out, 0 for tokens that don't count; a segment of splits a row
+    lse_ptr,  # [S, N] natural log: out, 0 for tokens that don't count; a segment of splits a row.
+    # Behind it [S, N] `Stats.lse_rest` if WIDE: out
     dropped_ptr,  # [N] log of the sum over dropped columns of exp(z) softcap'(z): out
     # Over all columns; where logits are 8-bit, over the softmax of dropped columns alone:
     entropy_ptr,  # [S, N] nats: out
@@ -29,6 +30,7 @@ def finish_kernel(
     HAS_SQUARES: tl.constexpr,
     HAS_UNKEPT: tl.constexpr,
     IS_SCREENED: tl.constexpr,
+    WIDE: tl.constexpr,  # fp32 inputs
 ):
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     counts = tokens < tl.load(count_ptr)
@@ -76,8 +78,17 @@ def finish_kernel(
         if HAS_SQUARES:
             of_squares = extras_ptr + SQUARES * size + split * stride + tokens
             squares += share * share * tl.load(of_squares, mask=counts, other=0.0)
-    # Rounded to nearest: an error of lse is one of every probability.
-    lse = tl.div_rn(top + log2_of(total), tl.full((BLOCK_N,), LOG2E, tl.float32))
+    if WIDE:
+        whole = (top.to(tl.float64) + log2_of(total).to(tl.float64)) / LOG2E_FP32
+        lse = whole.to(tl.float32)
+        rest = (whole - lse.to(tl.float64)).to(tl.float32)
+        # Neither infinity nor NaN has a rest.
+        rest = tl.where(tl.abs(lse) < float("inf"), rest, 0.0)
+        rest_ptr = lse_ptr + tl.num_programs(1) * N
+        tl.store(rest_ptr + tokens, tl.where(counts, rest, 0.0), mask=tokens < N)
+    else:
+        # Rounded to nearest: an error of lse is one of every probability.
+        lse = tl.div_rn(top + log2_of(total), tl.full((BLOCK_N,), LOG2E, tl.float32))
     tl.store(lse_ptr + tokens, tl.where(counts, lse, 0.0), mask=tokens < N)
     if HAS_SCORE:
         value = (top + tl.log2(dropped)) / LOG2E

@@ -21,8 +21,9 @@ from cce_dist.backends.triton.kernels.forward.launches import (
     turns_before,
 )
 from cce_dist.backends.triton.kernels.numbers import (
-    exp2_of,
+    exp2_in,
     load_tile,
+    log2_above,
     log2_scale_across,
     log2_scale_of,
     partial_sums,
@@ -46,6 +47,15 @@ def dequantized(
     shift = tl.load(column_ptr + V + columns, mask=columns < V, other=0.0)
     x = x.to(tl.float32) * scale[:, None] * tl.load(token_ptrs)[None, :]
     return x + shift[:, None] + tl.load(token_ptrs + N)[None, :]
+
+
+@triton.jit
+def above_reference(x, factor, scale, rows, ref, WIDE: tl.constexpr):
+    """Returns logits minus `ref`, log2. `factor`: the scale times log2(e)."""
+    if WIDE:
+        return log2_above(x * scale_across(scale, rows), ref[None, :])
+    else:
+        return x * factor - ref[None, :]
 
 
 @triton.jit
@@ -257,11 +267,11 @@ def forward_kernel(
                     total, dropped, ref, state_ptrs, extras_ptrs, size, HAS_SCORE, HAS_SURPLUS,
                     HAS_SQUARES, HAS_UNKEPT, IS_SCREENED,
                 )  # fmt: skip
-            log_p = x * factor - ref[None, :]
+            log_p = above_reference(x, factor, scale, rows, ref, WIDE)
             if HAS_LOGITS:
                 at = ((tile - start_tile) * BLOCK_V, block * BLOCK_N)
                 store_logits(log_p, logits, logit_ptr, at, N, BLOCK_V, BLOCK_N, USE_TMA)
-            p = exp2_of(log_p) if WIDE else tl.exp2(log_p)
+            p = exp2_in(log_p, WIDE)
             total += partial_sums(p, BLOCK_V, BLOCK_N)
             if HAS_SCORE:
                 q = p * slope if HAS_SOFTCAP else p

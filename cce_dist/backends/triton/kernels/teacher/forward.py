@@ -18,6 +18,7 @@ from cce_dist.backends.triton.kernels.forward.launches import (
 )
 from cce_dist.backends.triton.kernels.numbers import (
     LOG2E,
+    exp2_in,
     exp2_of,
     load_tile,
     partial_sums,
@@ -322,8 +323,8 @@ def teacher_forward_kernel(
                 )  # fmt: skip
             x -= ref[None, :]
             y -= teacher_ref[None, :]
-            q = exp2_of(x) if WIDE else tl.exp2(x)
-            p = exp2_of(y) if WIDE else tl.exp2(y)
+            q = exp2_in(x, WIDE)
+            p = exp2_in(y, WIDE)
             ratios, of_first = ratios_of(x, y, q, p, beta, IS_JSD)
             total += partial_sums(of_first, BLOCK_V, BLOCK_N)
             teacher_total += partial_sums(p, BLOCK_V, BLOCK_N)
