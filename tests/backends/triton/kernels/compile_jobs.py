@@ -6,8 +6,9 @@ Tensors lie on the CPU and Triton's driver is a stand-in, so that nothing is lau
 its own, for torch and Triton are told lies. It stops before LLVM optimizes, which with ptxas takes
 three quarters of the time: what memory a kernel takes is known by then, and what Triton cannot
 compile has failed. Of all variants that the calls name it compiles the fewest that have every flag,
-dtype and tile of each kernel on each generation of GPUs. With "whole" as an argument too it
-compiles every variant for every GPU, through all stages.
+dtype and tile of each kernel on each generation of GPUs, and only one generation of the kernels
+that Triton compiles alike for all. With "whole" as an argument too it compiles every variant for
+every GPU, through all stages.
 """
 
 # What takes the place of torch's and Triton's own has not their types.
@@ -15,7 +16,9 @@ compiles every variant for every GPU, through all stages.
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -176,12 +179,15 @@ def skip_late_stages() -> None:
     """From here on Triton lowers to LLVM's dialect, without SKIPPED, and no further."""
     make_llir = CUDABackend.make_llir
 
+    def skipped(*given: Any, **named: Any) -> None:
+        pass
+
     def make_untidy_llir(*given: Any) -> str:
         with ExitStack() as stack:
             # Earlier stages need some of them; Triton's earlier releases lack some.
             for owner, name in SKIPPED:
                 if hasattr(owner, name):
-                    stack.enter_context(mock.patch.object(owner, name))
+                    stack.enter_context(mock.patch.object(owner, name, skipped))
             return make_llir(*given)
 
     def make_ptx(self: CUDABackend, source: str, metadata: dict[str, Any], *given: Any) -> str:
@@ -191,6 +197,28 @@ def skip_late_stages() -> None:
     CUDABackend.make_llir = make_untidy_llir
     CUDABackend.make_ptx = make_ptx
     CUDABackend.make_cubin = lambda *given: b""
+
+
+# What Triton compiles for each generation in its own way: products, descriptors, 8-bit floats.
+OF_A_GENERATION = re.compile(r"\bdot\(|descriptor|float8")
+
+
+@functools.cache
+def source_of(kernel: JITFunction) -> str:
+    """That of the kernel and of all functions that it calls."""
+    missing, found = [kernel], {}
+    while missing:
+        one = missing.pop()
+        found[one] = one.src
+        names = set(re.findall(r"\w+", one.src)) & one.fn.__globals__.keys()
+        called = (one.fn.__globals__[name] for name in names)
+        missing += [x for x in called if isinstance(x, JITFunction) and x not in found]
+    return "\n".join(found.values())
+
+
+def specialized(value: Any) -> Any:
+    """What Triton knows of an argument's number when it compiles."""
+    return (value % 16 == 0, value == 1) if type(value) is int else type(value)
 
 
 @dataclass(frozen=True)
@@ -209,18 +237,26 @@ class Variant:
         """Programs at a time on a multiprocessor, of a kernel whose programs wait for others."""
         return self.grid[0] // PROGRAMS if self.named.get("launch_cooperative_grid") else 1
 
+    @functools.cached_property
+    def for_all(self) -> bool:
+        """Triton compiles it alike for all generations."""
+        tensors = (getattr(x, "base", x) for x in (*self.args, *self.named.values()))
+        dtypes = {str(x.dtype) for x in tensors if isinstance(x, Tensor)}
+        return OF_A_GENERATION.search(" ".join((source_of(self.kernel), *dtypes))) is None
+
     def traits(self) -> set[Any]:
         """What tells it apart from the kernel's other variants, but for counts: dtypes, tiles,
         flags. GPUs of a generation have theirs in common: Triton goes through the same passes."""
         traits: set[Any] = {("residents", self.residents)}
+        arguments = {each.name for each in self.kernel.params if not each.is_constexpr}
         for name, value in (*enumerate(self.args), *self.named.items()):
             tensor = getattr(value, "base", value)
             if isinstance(tensor, Tensor):
                 tile = tuple(getattr(value, "block_shape", ()))
                 traits.add((name, tensor.dtype, tile))
             elif name in self.named:
-                traits.add((name, value))
-        generation = min(self.capability // 10, 10)
+                traits.add((name, specialized(value) if name in arguments else value))
+        generation = 0 if self.for_all else min(self.capability // 10, 10)
         return {(self.kernel, generation, *trait) for trait in traits}
 
     def compile(self) -> tuple[dict[str, Any], str | None]:
@@ -231,6 +267,7 @@ class Variant:
             "kernel": f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}",
             "call": self.call,
             "capability": self.capability,
+            "for_all": self.for_all,
         }
         try:
             made = self.kernel.warmup(*self.args, grid=self.grid, **self.named)

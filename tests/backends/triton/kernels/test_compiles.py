@@ -83,7 +83,8 @@ def why_not(record: dict[str, Any], capability: int) -> str | None:
     """Why that kernel cannot start there."""
     if "error" in record:
         return record["error"]
-    of_block = DEVICES[capability].shared_bytes
+    where = sum(CAPABILITIES, ()) if record["for_all"] else (capability,)
+    of_block = min(DEVICES[each].shared_bytes for each in where)
     of_all = of_block + RESERVED
     residents = record["residents"]
     if record["shared"] > of_block:
@@ -126,7 +127,7 @@ def test_kernels_compile_and_fit(capabilities: tuple[int, ...], tmp_path: Path) 
     assert (max(record["tensor"] for record in records) > 0) == (100 in capabilities)
 
 
-FITS = {"kernel": "some_kernel", "shared": 115712, "tensor": 256, "residents": 2}
+FITS = {"for_all": False, "shared": 115712, "tensor": 256, "residents": 2}
 
 
 @pytest.mark.parametrize(
@@ -135,10 +136,11 @@ FITS = {"kernel": "some_kernel", "shared": 115712, "tensor": 256, "residents": 2
         ({}, None),
         ({"shared": 115713}, "2 at a time take 233474 bytes of shared memory, of 233472"),
         ({"shared": 232449, "residents": 1}, "232449 bytes of shared memory, and a block has"),
+        ({"for_all": True}, "115712 bytes of shared memory, and a block has 101376"),
         ({"tensor": 257}, "2 at a time of 257 columns of tensor memory, of 512"),
         ({"error": "CompilationError"}, "CompilationError"),
     ],
-    ids=["fits", "residents", "block", "tensor", "error"],
+    ids=["fits", "residents", "block", "everywhere", "tensor", "error"],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], reason: str | None) -> None:
     found = why_not(FITS | change, 100)
