@@ -35,9 +35,10 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def in_16_bits(place: Place, tokens: int = 512, classes: int = 6000) -> Both:
-    dtype = torch.float16 if place.interprets else torch.bfloat16
-    return zipf(dtype, place.device, tokens, classes)
+def in_16_bits(place: Place) -> Both:
+    if place.interprets:
+        return zipf(torch.float16, place.device, 140, 5000)
+    return zipf(torch.bfloat16, place.device)
 
 
 def screened(both: Both, leaves: dict[str, Tensor] | None = None, **call: Any) -> Any:
@@ -116,7 +117,7 @@ def test_columns_of_much_mass_are_exact(place: Place, monkeypatch: pytest.Monkey
 def test_launches_and_overflow(monkeypatch: pytest.MonkeyPatch, programs: int) -> None:
     """Several splits; a token of each model whose sums overflow; ids that a model masks."""
     give_programs(monkeypatch, programs)
-    both = zipf(torch.float16, "cpu", 300, 3000)
+    both = zipf(torch.float16, "cpu", 140, 3000)
     both.hidden[1] *= 300
     both.teacher_hidden[2] *= 20
     both.teacher_bias[7] = -torch.inf
@@ -135,7 +136,7 @@ def test_an_id_that_the_student_masks() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 128, 129])
 def test_tokens_that_count(count: int) -> None:
-    both = zipf(torch.float16, "cpu", 300, 5000)
+    both = zipf(torch.float16, "cpu", 140, 5000)
     # A softmax does not change by it; of a token that does not count only the bias is left.
     both.teacher_bias.add_(100)
     targets = torch.full_like(both.targets, -100)
@@ -154,7 +155,7 @@ def test_tokens_that_count(count: int) -> None:
 
 def test_frequent_ids_at_the_end() -> None:
     """Masses of columns before them are recorded far too large: all of these are listed."""
-    both = zipf(torch.float16, "cpu", 256, 12000)
+    both = zipf(torch.float16, "cpu", 128, 12000)
     both = replace(
         both,
         **{
@@ -169,7 +170,7 @@ def test_frequent_ids_at_the_end() -> None:
 
 def test_columns_that_the_student_saturates() -> None:
     """Their softcap' is near 0, and so is the mass by which they are kept; they are listed."""
-    both = zipf(torch.float16, "cpu", 256, 5000)
+    both = zipf(torch.float16, "cpu", 128, 5000)
     both.bias[:300] += 80
     call = {**KL_ALONE, "backend": "triton", "reduction": "none", "softcap": 10.0}
     assert rms(screened(both, **call) - both.run(both.leaves(), **call)) < 4e-3
@@ -214,7 +215,7 @@ def test_8_bits_that_would_err_are_refused(place: Place) -> None:
 
 
 def test_one_token_that_would_err_is_refused() -> None:
-    both = zipf(torch.float16, "cpu", 512, 5000)
+    both = zipf(torch.float16, "cpu", 140, 5000)
     both.teacher_hidden[7] *= 60
     call = {**KL_ALONE, "backend": "triton", "logits": "screened", "stats": ("screened",)}
     assert not both.run(both.leaves(), **call).screened
@@ -248,7 +249,7 @@ def test_a_small_vocabulary_has_full_logits() -> None:
 
 def test_recordings_keep_calls_apart() -> None:
     """Of the same shapes; with full logits and without, of two teachers, in turns."""
-    first = zipf(torch.float16, "cpu", 140, 5000)
+    first = zipf(torch.float16, "cpu", 12, 5000)
     second = replace(first, teacher_weight=1.2 * first.teacher_weight)
     call = {**KL_ALONE, "backend": "triton"}
     rounds = []
@@ -292,7 +293,7 @@ def test_without_kernels_logits_are_full() -> None:
 
 
 def test_the_same_bytes_in_every_run() -> None:
-    both = zipf(torch.float16, "cpu", 200, 5000)
+    both = zipf(torch.float16, "cpu", 140, 5000)
     runs = []
     for _ in range(2):
         leaves = both.leaves()
@@ -351,7 +352,7 @@ def check_ranks(both: Both, ranks: Any, screened: bool, limits: tuple[float, flo
     ids=["both", "one_refuses", "an_empty_shard"],
 )
 def test_over_ranks(cuts: tuple[int, ...], rough: int | None) -> None:
-    both = zipf(torch.float16, "cpu", 300)
+    both = zipf(torch.float16, "cpu", 140)
     ranks = shared_pool().run(len(cuts) - 1, on_a_rank, both, cuts, rough)
     check_ranks(both, ranks, rough is None, (5e-3, 1e-2))
 
