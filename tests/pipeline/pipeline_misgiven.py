@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -191,17 +192,24 @@ WRONG: dict[str, Wrong] = {
 
 def misgiven(group: Any, name: str, schedule: str) -> dict[str, Any]:
     """Returns: of which stages this rank is, and what it raised."""
-    wrong = WRONG[name]
-    setup = replace(wrong.setup, schedule=schedule)
-    ranks = dist.get_process_group_ranks(group)
-    own = dist.new_group(ranks, timeout=TIMEOUT)
-    job = make_job(own, setup, timeout=TIMEOUT)
+    own = dist.new_group(dist.get_process_group_ranks(group), timeout=TIMEOUT)
+    found = run_misgiven(own, WRONG[name], schedule)
+    # Who is told ends its connections, as a process that ends does: a peer that waits learns of it.
+    dist.destroy_process_group(own)
+    del own
+    gc.collect()
+    return found
+
+
+def run_misgiven(own: Any, wrong: Wrong, schedule: str) -> dict[str, Any]:
+    job = make_job(own, replace(wrong.setup, schedule=schedule), timeout=TIMEOUT)
     place = {FIRST: bool(job.args), LAST: bool(job.kwargs)}
     error: BaseException | None = None
     try:
         wrong.run(job)
     except Exception as found:
         error = found
+    job.close()
     cause = None if error is None else error.__cause__
     return {
         **place,
