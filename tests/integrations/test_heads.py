@@ -19,6 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
+from cce_dist.integrations import log  # noqa: E402
 from cce_dist.integrations import transformers as integration  # noqa: E402
 from cce_dist.integrations.transformers import PatchError  # noqa: E402
 from tests.integrations.architectures import batch, make  # noqa: E402
@@ -203,12 +204,13 @@ def test_a_head_that_gets_more_than_hidden_states_is_refused() -> None:
 
 @pytest.mark.parametrize("level", [None, "WARNING"])
 def test_a_level_of_the_log_that_was_set_before_stays(level: str | None) -> None:
+    # The file alone, without torch, which the package would import.
     code = (
-        "import logging, sys\n"
-        "if sys.argv[1:]: logging.getLogger('cce_dist.integrations').setLevel(sys.argv[1])\n"
-        "from cce_dist.integrations.log import logger\n"
+        "import logging, runpy, sys\n"
+        "if sys.argv[2:]: logging.getLogger('cce_dist.integrations').setLevel(sys.argv[2])\n"
+        "logger = runpy.run_path(sys.argv[1])['logger']\n"
         "print(logging.getLevelName(logger.level))"
     )
-    command = [sys.executable, "-c", code, *([level] if level else [])]
+    command = [sys.executable, "-c", code, str(log.__file__), *([level] if level else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == (level or "INFO")

@@ -1,4 +1,4 @@
-"""Loops that train a patched model beside the same loops without the patch: real text, 20 steps."""
+"""Loops that train a patched model beside the same loops without the patch: real text, 8 steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cce_dist.integrations import transformers as integration  # noqa: E402
 from tests.integrations.architectures import make  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-STEPS = 20
+STEPS = 8
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +48,9 @@ def trainer_of(folder: Path, **arguments: Any) -> Any:
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-3,
         "logging_steps": 1,
-        "save_steps": 10,
+        "save_steps": 4,
         "eval_strategy": "steps",
-        "eval_steps": 10,
+        "eval_steps": 4,
         "report_to": [],
         "use_cpu": True,
         "disable_tqdm": True,
@@ -85,7 +85,7 @@ def test_trainer_with_accumulation_evaluation_prediction_and_resumption(tmp_path
     # From the patched run's checkpoint, patched: the same steps again.
     resumed = trainer_of(tmp_path / "patched")
     integration.patch(resumed.model)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "patched" / "checkpoint-10"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "patched" / "checkpoint-4"))
     assert losses(resumed) == pytest.approx(losses(trainer), abs=1e-6)
 
 
