@@ -1,8 +1,10 @@
 """What an installed cce-dist can do, found out in its own environment: tests/test_install.py.
 
-    python -I install_probe.py FOUND modules NUMBER SITE ...  imports, of the first NUMBER helps
+    python -I install_probe.py FOUND modules NUMBER SITE ...  imports, of the first NUMBER helps,
+                                                       and what the patch says of Megatron
     python -I install_probe.py FOUND commands ANSWERS ONLY CHECKOUT ONLY CHECKOUT ...
                                                        subcommands' exit codes and output
+    python -I install_probe.py FOUND code CODE ...     the same of each of these lines of Python
 
 FOUND is the JSON file to write. Each SITE is an environment's site-packages, which takes the place
 of this Python's own. Subcommands whose words the pattern before matches are those of the package in
@@ -23,13 +25,14 @@ import sys
 import sysconfig
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("cce_dist", "megatron_patch")
 # Of the third-party packages those that every environment has, with the same files.
 COMMON = ("click", "numpy", "rich", "torch", "typer")
+CHECK = "from megatron_patch.__main__ import main; raise SystemExit(main(['--check']))"
 
 
 def main(path: str, what: str, *rest: str) -> None:
@@ -39,6 +42,8 @@ def main(path: str, what: str, *rest: str) -> None:
     if what == "modules":
         number, *sites = rest
         found: Any = find_in_each(sites, int(number))
+    elif what == "code":
+        found = [run_forked(functools.partial(run_code, code)) for code in rest]
     else:
         answers, *asked = rest
         found = {}
@@ -121,13 +126,14 @@ def find_modules(place: int, site: str, *, helps: bool) -> dict[str, Any]:
             for name in named_in(Path(str(module.__file__)).read_text(encoding="utf-8")):
                 third_party[name] = importlib.util.find_spec(name) is not None
     for words, _ in subcommands() if helps else ():
-        texts[" ".join(words)] = run_forked([*words, "--help"])
+        texts[" ".join(words)] = run_forked(functools.partial(run, [*words, "--help"]))
     common = [name for name in sys.modules if name.partition(".")[0] in COMMON]
     origin = str(importlib.import_module(PACKAGES[0]).__file__)
     return {
         "failures": failures,
         "third_party": third_party,
         "helps": texts,
+        "patch": run_forked(functools.partial(run_code, CHECK)),
         "common": common,
         "origin": origin,
     }
@@ -155,7 +161,8 @@ def run_commands(answers: dict[str, str], only: str, checkout: str) -> dict[str,
     for words, command in subcommands():
         name = " ".join(words)
         if not hasattr(command, "commands") and re.fullmatch(only, name):
-            found[name] = run_forked([*words, *arguments_of(command, answers)])
+            given = [*words, *arguments_of(command, answers)]
+            found[name] = run_forked(functools.partial(run, given))
     return found
 
 
@@ -170,27 +177,30 @@ def arguments_of(command: Any, answers: dict[str, str]) -> list[str]:
     return given
 
 
-def run_forked(arguments: list[str]) -> tuple[int, str]:
-    """Exit code and all output."""
+def run_forked(function: Callable[[], int]) -> tuple[int, str]:
+    """Exit code, which it returns, and all output."""
     with tempfile.TemporaryFile("w+") as file:
         sys.stdout.flush()
         child = os.fork()
         if not child:
             for descriptor in (1, 2):
                 os.dup2(file.fileno(), descriptor)
-            os._exit(run(arguments))
+            os._exit(function())
         _, status = os.waitpid(child, 0)
         file.seek(0)
         return os.waitstatus_to_exitcode(status), file.read()
 
 
 def run(arguments: list[str]) -> int:
-    from cce_dist.__main__ import main
+    return run_code("from cce_dist.__main__ import main; main()", arguments)
 
+
+def run_code(text: str, arguments: Sequence[str] = ()) -> int:
     sys.argv[1:] = arguments
     code = 1
     try:
-        main()
+        exec(text, {})
+        code = 0
     except SystemExit as done:
         code = int(done.code or 0)
     except BaseException:

@@ -98,13 +98,12 @@ def missing_by_right(extra: str) -> set[str]:
 def test_an_extra_brings_what_its_modules_import(
     environments: Environments, tmp_path: Path
 ) -> None:
-    path = tmp_path / "found.json"
     sites = [site_of(environments(extra)) for extra in CHOICES]
-    asked = ["modules", str(len(HELPED)), *sites]
-    run([str(environments(CORE)), "-I", str(PROBE), str(path), *asked])
-    for extra, site, found in zip(CHOICES, sites, json.loads(path.read_text()), strict=True):
+    of_each = probe(environments(CORE), tmp_path, "modules", str(len(HELPED)), *sites)
+    for extra, site, found in zip(CHOICES, sites, of_each, strict=True):
         assert found["origin"].startswith(site)
         require_whole(extra, found)
+        require_megatron(extra, *found["patch"])
         if extra in HELPED:
             require_helps(found["helps"])
 
@@ -126,6 +125,15 @@ def require_whole(extra: str, found: dict[str, Any]) -> None:
     absent = {name for name, is_there in found["third_party"].items() if not is_there}
     assert absent <= may_miss, extra
     assert set(found["third_party"]) <= {"triton", *EXTRAS}
+
+
+def require_megatron(extra: str, code: int, said: str) -> None:
+    if extra == "megatron":
+        # Megatron warns before.
+        assert code == 0 and said.splitlines()[-1].startswith(f"megatron_patch: {NAME} "), said
+    else:
+        assert code == 1
+        assert re.fullmatch(r"megatron_patch: cannot run: .*install megatron-core.*\n", said), said
 
 
 def require_helps(helps: dict[str, Any]) -> None:
@@ -160,12 +168,13 @@ def run_subcommands(
     answers = {**PLAIN, "config": str(config), "run": str(folder / "runs" / "tiny")}
     answers |= {"texts": str(short), "--cache": cache, "--data": str(text)}
     answers |= {"path": str(folder / "none.json"), **more}
-    path = folder / "found.json"
     words = [word for each in asked.items() for word in each]
-    run(
-        [str(python), "-I", str(PROBE), str(path), "commands", json.dumps(answers), *words],
-        cwd=folder,
-    )
+    return probe(python, folder, "commands", json.dumps(answers), *words)
+
+
+def probe(python: Path, folder: Path, *asked: str) -> Any:
+    path = folder / "found.json"
+    run([str(python), "-I", str(PROBE), str(path), *asked], cwd=folder)
     return json.loads(path.read_text())
 
 
@@ -187,9 +196,6 @@ def test_the_plain_install_works_or_names_the_extra(
         assert (re.fullmatch(says, output) is not None) == (words in TRAINING), output
     works = {words for words, (code, _) in found.items() if code == 0}
     assert {"doctor", "plan model", "plan models", "bench loss", "bench ranks"} <= works
-    plot = [str(environments(CORE).parent / "cce-dist"), "plan", "model", "GPT2", "--plot", "x.png"]
-    done = run(plot, cwd=tmp_path, check=False)
-    assert done.returncode == 2 and "`cce-dist plan model` needs matplotlib" in done.stderr
 
 
 def test_an_extra_is_enough_to_train(
@@ -213,15 +219,28 @@ def test_an_extra_is_enough_to_train(
         assert code == 0, f"{words}: {output}"
 
 
-def test_version(built: tuple[Path, Path], environments: Environments) -> None:
+def test_the_command(built: tuple[Path, Path], environments: Environments, tmp_path: Path) -> None:
+    """Calls in forks of one process, for torch takes 3 s to import."""
     version, python = metadata_of(built[1])["Version"], environments(CORE)
-    assert run([str(python.parent / "cce-dist"), "--version"]).stdout == f"{NAME} {version}\n"
-    asks = (
-        "import cce_dist, runpy, sys; print(cce_dist.__version__, 'typer' in sys.modules); "
-        "runpy.run_module('cce_dist', run_name='__main__', alter_sys=True)"
+
+    def start(how: str, *arguments: str) -> str:
+        given = ["cce-dist", *arguments]
+        return f"import runpy, sys; sys.argv[:] = {given}; runpy.{how}, run_name='__main__')"
+
+    script, module = f"run_path({str(python.parent / 'cce-dist')!r}", "run_module('cce_dist'"
+    asks = "import cce_dist, sys; print(cce_dist.__version__, 'typer' in sys.modules)"
+    calls = (
+        start(script, "--version"),
+        start(module, "--version"),
+        asks,
+        start(script, "plan", "model", "GPT2", "--plot", "x.png"),
+        "from megatron_patch.__main__ import main; main(['--help'])",
     )
-    done = run([str(python), "-I", "-c", asks, "--version"])
-    assert done.stdout == f"{version} False\n{NAME} {version}\n"
+    *answers, plot, patch = probe(python, tmp_path, "code", *calls)
+    said = f"{NAME} {version}\n"
+    assert answers == [[0, said], [0, said], [0, f"{version} False\n"]]
+    assert plot[0] == 2 and "`cce-dist plan model` needs matplotlib" in plot[1]
+    assert patch[0] == 0 and "SCRIPT" in patch[1]
 
 
 def test_a_checkout_on_the_path_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,17 +268,6 @@ def test_a_module_that_is_there_but_broken_is_not_called_missing() -> None:
     assert explain_missing(error, ["train"]) is None
     with pytest.raises(ModuleNotFoundError, match="'no_such_module'"):
         need_modules("numpy", "no_such_module")
-
-
-def test_megatron_patch(environments: Environments) -> None:
-    # Both in a process, for torch takes 3 s to import.
-    asks = "from megatron_patch import __main__ as m\ntry: m.main(['--help'])\nfinally: "
-    command = [str(environments(CORE)), "-I", "-c", f"{asks}raise SystemExit(m.main(['--check']))"]
-    done = run(command, check=False)
-    assert done.returncode == 1 and "SCRIPT" in done.stdout
-    assert re.fullmatch(r"megatron_patch: cannot run: .*install megatron-core.*\n", done.stderr)
-    done = run([str(environments("megatron")), "-I", "-m", "megatron_patch", "--check"])
-    assert done.stdout.startswith(f"megatron_patch: {NAME} ")
 
 
 def test_shell_completion(environments: Environments, tmp_path: Path) -> None:
