@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from benchmarks import first_call
 from cce_dist.bench.inputs import Shape, make_inputs
+from cce_dist.testing.forks import run_module
 from tests.benchmarks.bench_cases import invoke, read_csv, refuse
 from tests.support.torchrun import run_forked
 
@@ -48,7 +52,15 @@ def test_bench_profile_refuses_a_part_that_is_none() -> None:
     assert "part must be among" in refuse("profile", "--device", "cpu", "--part", "all")
 
 
-def test_bench_first_call_command(tmp_path: Path) -> None:
+def test_bench_first_call_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(call: list[str], cache: str) -> dict[str, float]:
+        """In a fork, which has imported torch; tests/test_install.py starts the command itself."""
+        variables = {"TRITON_CACHE_DIR": cache}
+        done = run_module(first_call.__name__, call, tmp_path, environment=variables)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    monkeypatch.setattr(first_call, "_in_a_process", start)
     path = tmp_path / "first.csv"
     tiny = ["--shape", "64x300x16", "--device", "cpu", "--dtype", "float32"]
     invoke("first-call", *tiny, "--gradient", "exact", "--csv", str(path))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ import cce_dist
 from benchmarks.cli.app import app as checkout_app
 from cce_dist.cli.main import app
 from cce_dist.needs.checkout import EXPERIMENTS, REPORT, find_checkout
-from tests.launch.launch_jobs import ROOT, launch_environment
+from cce_dist.testing.forks import run_module
+from tests.launch.launch_jobs import ROOT
 
 
 def test_what_help_lists_is_what_the_checkout_has() -> None:
@@ -31,9 +30,8 @@ def test_the_checkout_is_that_of_the_package(tmp_path: Path) -> None:
     assert find_checkout() == ROOT
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").write_text("raise RuntimeError('somebody else')")
-    command = [sys.executable, "-m", "cce_dist", "bench", "first-call", "--help"]
-    environment = launch_environment()
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    command = ("bench", "first-call", "--help")
+    done = run_module("cce_dist", command, tmp_path, path=[tmp_path])
     assert done.returncode == 0, done.stderr
     assert "cce-dist bench first-call [OPTIONS]" in done.stdout
 

@@ -285,7 +285,7 @@ def test_function_of_a_frozen_head_emptied_after_the_forward() -> None:
 
 def results_of_model(labels: Tensor, compiled: bool = False) -> dict[str, Tensor]:
     """What the fused head returns, and the gradients of its loss and its entropy's sum."""
-    model = make("llama")
+    model = make("llama", num_hidden_layers=1)
     utils.add_fused_lm_head(model, outputs=("log_probs", *ALL))
     forward = torch.compile(model, backend="eager") if compiled else model
     output = forward(input_ids=batch()["input_ids"], labels=labels, fused_lm_head=True)

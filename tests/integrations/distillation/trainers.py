@@ -94,7 +94,7 @@ def trainer_of(name: str, tokenizer: Any, folder: Path, options: dict[str, Any])
         "per_device_eval_batch_size": 4,
         "learning_rate": 0.1,
         "optim": "sgd",  # Adam makes 1e-3 of a gradient of 1e-9
-        "max_steps": 3,
+        "max_steps": 2,
         "max_grad_norm": 0,
         "logging_steps": 1,
         "save_strategy": "no",
