@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launch_jobs import ROOT, TIMEOUT_S, launch_environment, write_config
+from tests.launch.launch_jobs import ROOT, launch_environment, write_config
 from tests.support.nodes import Node, two_nodes
 from tests.support.torchrun import read_losses, run_forked_training
 
@@ -25,6 +25,8 @@ NUM_TOKENS, DIM = 128, 32
 # the hidden gradient, each [N, D] in fp32 and summed in a ring, the sizes, and the merge.
 STEP_BYTES = 2 * 4 * NUM_TOKENS * DIM + 40 + 8 * NUM_TOKENS + 32
 RATE = 500_000  # bits a second
+# Nothing but it tells of a link that is down.
+TIMEOUT_S = 10.0
 # Until each rank has ended whose peers are out of reach, at the most.
 FAILING_S = TIMEOUT_S + 30
 
@@ -69,7 +71,7 @@ class Job:
 
 @contextmanager
 def started_job(nodes: tuple[Node, Node], folder: Path) -> Iterator[Job]:
-    config = write_config(folder, steps=10**6, batch=8)
+    config = write_config(folder, steps=10**6, batch=8, timeout_s=TIMEOUT_S)
     knobs = {"HEAD": nodes[0].address, "NODES": 2, "GPUS": 1, "TP": 2, "CONFIG": config}
     agents = [
         node.start(

@@ -51,7 +51,8 @@ class ElasticJob:
             "rdzv_endpoint": f"127.0.0.1:{self.port}",
             "rdzv_configs": {
                 "is_host": number == 0,
-                "last_call_timeout": 1,
+                # Of the second node to come; a waiting agent looks once a second, or later.
+                "last_call_timeout": 3,
                 "keep_alive_interval": 1,
                 "keep_alive_max_attempt": 6,
             },
