@@ -171,7 +171,6 @@ def first_of_run(token, row_ptr, count):
     """Returns the row of the first of SIDE tokens if their rows follow each other; else -1."""
     # Each warp has all of them.
     i = gl.arange(0, SIDE, gl.BlockedLayout([SIDE // 32], [32], [4], [0]))
-    # No row is -i, but the first.
     start = gl.load(row_ptr + token + i, mask=token + i < count, other=0) - i
     first = gl.min(start, 0)
     return gl.where((first == gl.max(start, 0)) & (token + SIDE <= count), first, -1)
