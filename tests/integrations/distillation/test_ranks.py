@@ -53,7 +53,7 @@ def distil(group: Any, name: str, folder: str) -> tuple[Any, Any]:
         trainer = trainer_of(name, tokenizer_of(), Path(folder) / rank, options)
         results.append(run(trainer))
         assert trainer.args.world_size == 2
-    assert patch.status().calls >= 6
+    assert patch.status().calls >= 4
     patch.remove()
     return results[0], results[1]
 
