@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export OMP_NUM_THREADS=1
 [[ $# -gt 0 ]] || set -- 3.4.0 3.5.1 3.6.0 3.7.1 3.8.0 3.9.0
 
 ./launch/setup.sh test

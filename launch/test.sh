@@ -4,8 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# One thread a process, whatever the shell has: two of each of two processes on two cores wait for one
-# another, and small tests take four times as long. Nor do results depend on the machine.
+# One thread a process, whatever the shell has: the threads of several processes wait for one another
+# on few cores, and small tests take four times as long. Results don't depend on the machine then.
 export OMP_NUM_THREADS=1
 # Keep blocks of some MB: a block that went back to the kernel costs a page fault for each 4 KiB.
 export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432}

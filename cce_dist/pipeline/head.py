@@ -81,13 +81,14 @@ class PipelineHead:
         ValueError: an argument is not supported; the message says which.
     Collectives: makes three groups, four with tensor_group, and with `paced` twice as many: every
         rank of the job, of other pipelines too, makes its head at the same time. A microbatch costs
-        a broadcast of its hidden states and targets over `group`, an all-gather of 8 N + 32 bytes a
-        rank over vocab_group, and a sum of [N, D] in fp32 over `group` to the last stage's rank. On
-        the last stage it also costs an all-reduce over tensor_group; or under sequence_parallel an
-        all-gather of hidden first, and a reduce-scatter. Reduction "none" adds a group, and a
-        broadcast of 4 N bytes over it. With gradient="filtered" and the Triton backend a step
-        begins with the all-gather of `FrequentRows` over vocab_group; with logits="screened" so
-        does a step without gradients. On GPUs three steps of made-up microbatches warm it up.
+        a broadcast of its hidden states and targets over `group`, an all-gather of 8 N + 32 bytes
+        (fp32: 12 N + 32) a rank over vocab_group, and a sum of [N, D] in fp32 over `group` to the
+        last stage's rank. The last stage also has an all-reduce over tensor_group; or under
+        sequence_parallel an all-gather of hidden first, and a reduce-scatter. Reduction "none" adds
+        a group, and a broadcast of 4 N bytes over it. With gradient="filtered" and the Triton
+        backend a step begins with the all-gather of `FrequentRows` over vocab_group; with
+        logits="screened" so does a step without gradients. On GPUs three steps of made-up
+        microbatches warm it up.
     Determinism: the same as the loss's.
     Source: arXiv:2411.05288, its schedule of two barriers, without logits in memory.
     """

@@ -87,7 +87,9 @@ def test_eager_torch(divergence: str, call: str) -> None:
 def test_kernels(divergence: str, place: Place, dtype: str, call: str) -> None:
     options = {**place.options, **CALLS[call], "divergence": divergence}
     both = Both.make(DTYPES[dtype], place.device)
-    check_compiled(both.few() if place.interprets else both, **options)
+    # More than a block of tokens have an order, which the graph carries to the backward.
+    is_few = place.interprets and (call, divergence) != ("all", "forward_kl")
+    check_compiled(both.few() if is_few else both, **options)
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,11 @@ CASES = [
 ]
 
 
-def both_of(seed: int, dtype: torch.dtype, device: str = "cpu") -> Both:
-    """Inputs whose number of targets that count is always the same."""
-    both, generator = Both.make(dtype).few(), torch.Generator().manual_seed(seed)
+def both_of(seed: int, dtype: torch.dtype, device: str = "cpu", whole: bool = False) -> Both:
+    """Inputs whose number of targets that count is always the same; few tokens, or of several
+    chunks."""
+    both, generator = Both.make(dtype), torch.Generator().manual_seed(seed)
+    both = both if whole else both.few()
     changed: dict[str, Tensor] = {}
     for field in fields(both):
         value = getattr(both, field.name)
@@ -65,7 +67,8 @@ def test_a_played_call_has_the_bits_of_a_prepared_one(
     divergence: str, way: str, place: Place, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"divergence": divergence, "workspace_bytes": 2**17, **place.options, **WAYS[way]}
-    inputs = [both_of(seed, DTYPES[dtype], place.device) for seed in range(3)]
+    whole = not place.interprets or way == "in_forward"
+    inputs = [both_of(seed, DTYPES[dtype], place.device, whole) for seed in range(3)]
     flaws: list[str | None] = []
     finish = Recorder.finish
 
@@ -167,5 +170,5 @@ def test_ranks(way: str, split: bool) -> None:
 @pytest.mark.parametrize("way", ["filtered", "exact", "in_forward"])
 def test_two_gpus(way: str, divergence: str) -> None:
     options = {"divergence": divergence, "reduction": "mean", **WAYS[way]}
-    inputs = [both_of(seed, torch.bfloat16) for seed in range(3)]
+    inputs = [both_of(seed, torch.bfloat16, whole=True) for seed in range(3)]
     check_ranks(nccl_pool().run(2, on_ranks, inputs, False, options))

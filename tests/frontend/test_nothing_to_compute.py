@@ -16,7 +16,8 @@ from cce_dist.options import LossOptions
 from cce_dist.pipeline.head import PipelineHead
 from cce_dist.testing import PLACES, Place, RankPool, grid, shared_pool
 
-V, D = 24, 8
+# Several tiles of columns.
+V, D = 300, 8
 # Shape of targets, and shift.
 NOTHING: dict[str, tuple[tuple[int, ...], int]] = {
     "one_token": ((4, 1), 1),

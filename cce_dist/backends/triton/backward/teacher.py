@@ -21,7 +21,7 @@ class TeacherState:
 
     head: Head
     hidden: Tensor  # [num_rows, D_teacher]
-    factors: Tensor  # [7, P] fp32: see `exact_logits_kernel`; divided as the student's are
+    factors: Tensor  # [7 or 8, P] fp32: see `exact_logits_kernel`; divided as the student's
     tail_mass: Tensor | None  # [P]; None: the student's tail has all that dropped columns add
     beta: float | None  # see `TeacherPart`
 

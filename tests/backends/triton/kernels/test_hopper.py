@@ -212,8 +212,8 @@ EXACT: dict[str, dict[str, Any]] = {
     "smoothing_of_softcaps": {"label_smoothing": 0.1, "softcap": 5.0, "weighs": True},
     "everything": {"label_smoothing": 0.1, "weighs": True, "has_bias": True, "entropy": 0.1},
     "negative_scale": {"logit_scale": -0.7},
-    # The rows of most blocks' tokens follow each other, not those of the first.
-    "prompt": {"ignored": slice(100, 140)},
+    # The rows of most blocks' tokens follow each other, not those of the first; several chunks.
+    "prompt": {"ignored": slice(100, 140), "workspace_bytes": 2**22},
     "main_grad": {"accumulates": True},
     "hidden_alone": {"needs": (True, False)},
     "weight_alone": {"needs": (False, True), "ignored": THIRDS},

@@ -145,7 +145,7 @@ def logits_task(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def bad_ref_kernel(
-    upstream_ptr,  # [7, num_blocks * TOKENS]: see `exact_logits_kernel`
+    upstream_ptr,  # [7 or 8, num_blocks * TOKENS]: see `exact_logits_kernel`
     ref_ptr,  # [num_blocks * TOKENS]
     count_ptr,  # [1] int32
     bad_ref_ptr,  # [num_blocks + 1] int32: see `exact_logits_kernel`; out
@@ -188,8 +188,8 @@ def exact_logits_kernel(
     bias_ptr,  # [V]
     class_weight_ptr,  # [V]
     count_ptr,  # [1] int32
-    upstream_ptr,  # [7, N]: probability, target, entropy; entropy; mean; lse and target's z, in
-    # log2; if WIDE both natural, and [8, N], with `Stats.lse_rest`
+    upstream_ptr,  # [7, N]: probability, target, entropy; entropy; mean; lse and target's z in
+    # log2. If WIDE both are natural, and `Stats.lse_rest` is the eighth row
     first_column,
     num_columns,
     cached_blocks,
@@ -262,7 +262,7 @@ def exact_targets_kernel(
     workspace_ptr,  # [columns, N]: out
     class_weight_ptr,  # [V]
     target_ptr,  # [N] int32, -1: none here
-    upstream_ptr,  # [7, N]: see `exact_logits_kernel`
+    upstream_ptr,  # [7 or 8, N]: see `exact_logits_kernel`
     first_column,
     num_columns,
     N,

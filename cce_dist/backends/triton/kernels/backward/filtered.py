@@ -49,7 +49,7 @@ def filtered_kernel(
     class_weight_ptr,  # [V]
     target_ptr,  # [num_blocks * TOKENS] int32, -1: none here
     count_ptr,  # [1] int32
-    upstream_ptr,  # [7, num_blocks * TOKENS]: see `exact_logits_kernel`
+    upstream_ptr,  # [7 or 8, num_blocks * TOKENS]: see `exact_logits_kernel`
     grad_scale_ptr,  # [1] fp32: power of two by which `upstream_ptr` was divided
     seed_ptr,  # [1] int32
     bits_ptr,  # [num_tiles, 1 + HAS_DRAWN, TILE // 32, num_blocks] int32: see `tiles_kernel`
@@ -100,7 +100,7 @@ def filtered_kernel(
     teacher_hidden_ptr,  # [num_rows, TEACHER_D]
     teacher_weight_ptr,  # [V, TEACHER_D]
     teacher_bias_ptr,  # [V]
-    teacher_upstream_ptr,  # [7, num_blocks * TOKENS], divided by the same power of two
+    teacher_upstream_ptr,  # [7 or 8, num_blocks * TOKENS], divided by the same power of two
     TEACHER_D,
     stride_teacher_hn,
     stride_teacher_wv,

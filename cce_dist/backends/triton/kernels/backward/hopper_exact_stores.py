@@ -192,8 +192,8 @@ def add_grad_hidden(
     count,
     D,
 ):
-    """Adds a tile of the hidden gradient to memory. Chunks add one after the other, but no task
-    waits for the sum."""
+    """Adds a tile of the hidden gradient to memory. A chunk adds after the one before it; nothing
+    in the kernel reads the sum."""
     LAYOUT: gl.constexpr = x.type.layout
     WIDTH: gl.constexpr = SIDE // SUM_PARTS
     if run >= 0:

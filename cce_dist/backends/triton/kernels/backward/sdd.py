@@ -155,7 +155,7 @@ def of_teacher(
     rows_ptr,
     weight_ptr,  # [V, D]
     bias_ptr,
-    upstream_ptr,  # [7, N]: see `exact_logits_kernel`
+    upstream_ptr,  # [7 or 8, N]: see `exact_logits_kernel`
     log2_times,  # [COLUMNS] log2 of how often a column counts
     N,
     D,
@@ -208,7 +208,7 @@ def sdd_kept_task(
     weight_ptr,  # [V, D]
     bias_ptr,
     target_ptr,  # [N] int32, -1: none here
-    upstream_ptr,  # [7, N]: see `exact_logits_kernel`
+    upstream_ptr,  # [7 or 8, N]: see `exact_logits_kernel`
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32
     base_ptr,  # [num_blocks + 1] int32, of the chunk
     segment_ptr,  # [num_blocks + 1] int32, of the chunk
