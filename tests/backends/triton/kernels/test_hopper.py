@@ -119,13 +119,15 @@ def test_hopper_forward_compiles_without_a_gpu(operands: str, tmp_path: Path) ->
 
 
 def test_why_no_gluon_names_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = {"warp_specialize": ("functions_and_args", "num_warps")}
+    why, changed = forward_hopper.why_no_gluon, {"warp_specialize": ("functions_and_args", "warps")}
     monkeypatch.setattr(forward_hopper, "GLUON", changed)
-    reason = forward_hopper.why_no_gluon.__wrapped__()
-    assert reason is not None
-    if forward_hopper.why_no_gluon() is None:
-        assert "warp_specialize takes ('functions_and_args', 'worker_num_warps'" in reason
+    reason = str(why.__wrapped__())
     assert reason.startswith(f"triton {triton.__version__}")
+    if why() is None:
+        assert "warp_specialize takes ('functions_and_args', 'worker_num_warps'" in reason
+        monkeypatch.setattr(forward_hopper, "GLUON", {})
+        monkeypatch.setattr("triton._C.libtriton.gluon_ir.GluonOpBuilder", object)
+        assert str(why.__wrapped__()).endswith("has no create_async_tma_reduce in Gluon")
 
 
 # -- on a Hopper GPU ----------------------------------------------------------------------------
