@@ -13,7 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
-from cce_dist.backends.triton.backward.hopper_exact import products_on_hopper, runs_on_hopper
+from cce_dist.backends.triton.backward.hopper_exact import (
+    LEFT_TO_COLLECTIVES,
+    new_chunk,
+    products_on_hopper,
+)
+from cce_dist.backends.triton.backward.hopper_fit import runs_on_hopper
 from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.filter.kept_logits import Region, tiles_in
 from cce_dist.backends.triton.filter.lists import TILE
@@ -37,8 +42,6 @@ from cce_dist.backends.triton.launch.tiles import (
 )
 from cce_dist.options import TOKEN_BLOCK
 
-# Multiprocessors that the last DDS leaves free for NCCL's kernels, which start after it.
-LEFT_TO_COLLECTIVES = 32
 # With invariant=True the tiles of a chunk must not depend on the number of tokens. Fewer: more
 # passes over the hidden gradient. More: more memory, since a chunk holds all tokens' logits.
 INVARIANT_TILES = 16
@@ -49,24 +52,18 @@ def products_of_every_column(state: BackwardState, grads: GradBuffers) -> Callab
 
     Returns: a function that launches a stage of them; `AFTER_HIDDEN` is the last chunk's DDS.
     """
-    weight, per_token = state.weight, state.per_token
-    padded, dim = state.num_blocks * TOKEN_BLOCK, weight.shape[1]
-    hidden = weight.new_empty(padded, padded_dim(weight))[:, :dim]
-    block = TOKEN_BLOCK if interpreted() else 16
-    # In the order of the blocks. Tokens that don't count have d_logits of 0.
-    start(gather_rows_kernel, (padded // block,))(
-        state.hidden,
-        per_token.read_rows,
-        hidden,
-        dim,
-        state.hidden.stride(0),
-        hidden.stride(0),
-        BLOCK_N=block,
-        BLOCK_D=256,
-    )
-    if runs_on_hopper(state, grads, hidden):
-        most_tiles = INVARIANT_TILES if state.invariant else None
-        return products_on_hopper(state, grads, hidden, most_tiles, left=LEFT_TO_COLLECTIVES)
+    weight, padded = state.weight, state.num_blocks * TOKEN_BLOCK
+    hidden = weight.new_empty(padded, padded_dim(weight))[:, : weight.shape[1]]
+    gather_hidden(state, hidden)
+    if state.logits is None and runs_on_hopper(
+        weight,
+        state.tiles,
+        has_hidden=grads.hidden is not None,
+        has_bias_alone=grads.bias is not None and grads.weight is None,
+    ):
+        chunk = new_chunk(state, INVARIANT_TILES if state.invariant else None)
+        queue = torch.zeros(8, dtype=torch.int32, device=weight.device)
+        return products_on_hopper(state, grads, hidden, chunk, queue, state.count)
     regions = list(_chunks(state))
     # A row of 16 bytes for each launch: pointers are aligned alike, so one binary serves all.
     queues = torch.zeros(len(regions) + 1, 4, dtype=torch.int32, device=weight.device)
@@ -86,6 +83,35 @@ def products_of_every_column(state: BackwardState, grads: GradBuffers) -> Callab
             )
 
     return launch
+
+
+def gather_hidden(
+    state: BackwardState, out: Tensor, if_long: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """Packs the hidden states in the order of the blocks. Tokens that don't count have d_logits of
+    0, and some counting token's hidden state.
+
+    Args:
+        out: [N_padded, D], written.
+        if_long: `Lists.num_chunks`, and [1] int32, to which the tokens that count are written.
+            Where lists are not too long, nothing is packed, and -1 is written. None: always packs.
+    """
+    block = TOKEN_BLOCK if interpreted() else 16
+    num_chunks, count_if_long = if_long or (state.count, state.count)
+    start(gather_rows_kernel, (len(out) // block,))(
+        state.hidden,
+        state.per_token.read_rows,
+        out,
+        num_chunks,
+        state.count,
+        count_if_long,
+        out.shape[1],
+        state.hidden.stride(0),
+        out.stride(0),
+        BLOCK_N=block,
+        BLOCK_D=256,
+        IF_LONG=if_long is not None,
+    )
 
 
 def _dds_and_dsd(

@@ -16,10 +16,11 @@ import triton
 from torch import Tensor
 
 from cce_dist.backends.triton.backward.exact import products_of_every_column
+from cce_dist.backends.triton.backward.long_lists import products_if_long
 from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.backward.teacher import teacher_arguments
 from cce_dist.backends.triton.backward.whole import products_by_torch
-from cce_dist.backends.triton.filter.lists import TILE, Lists
+from cce_dist.backends.triton.filter.lists import TILE, Lists, int32_zeros
 from cce_dist.backends.triton.kernels.backward.after_hidden import after_hidden_kernel
 from cce_dist.backends.triton.kernels.backward.filtered import filtered_kernel
 from cce_dist.backends.triton.launch.arguments import descriptor_of
@@ -63,6 +64,7 @@ class FilteredMemory:
     """Memory that the kernels of the filtered products share."""
 
     queue: Tensor  # [2 * max_chunks + 3] int32, zeros
+    queue_if_long: Tensor  # [8] int32, zeros
     workspace: Tensor  # [.., 128] d_logits of a chunk: see `Lists.new_workspace`
     # [2, max_rows] int32. Past a list's end, its last step reads some column, and any will do.
     entries: Tensor
@@ -77,12 +79,13 @@ class FilteredMemory:
         def int32(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=torch.int32, device=weight.device)
 
-        queue = torch.zeros(2 * lists.max_chunks + 3, dtype=torch.int32, device=weight.device)
+        queue, queue_if_long = int32_zeros(weight.device, (2 * lists.max_chunks + 3,), (8,))
         workspace = None if state.listed is None else state.listed.take_workspace()
         if workspace is None:
             workspace = lists.new_workspace(weight)
         return cls(
             queue=queue,
+            queue_if_long=queue_if_long,
             workspace=workspace,
             entries=lists.entries_in(workspace),
             pair_rows=int32(lists.max_pairs, TILE),
@@ -94,6 +97,10 @@ def _filtered_products(
     state: BackwardState, lists: Lists, grads: GradBuffers, shares_device: bool
 ) -> Callable[[int], None]:
     memory = FilteredMemory.of(state, lists)
+    launch_if_long = None
+    if lists.may_be_long:
+        in_place = memory.workspace, memory.queue_if_long
+        launch_if_long = products_if_long(state, lists, grads, *in_place)
     residents = state.tiles.residents
     programs = num_programs(state.weight) * (1 if interpreted() else residents)
     if shares_device and not interpreted():
@@ -104,6 +111,8 @@ def _filtered_products(
             _launch_after_hidden(state, lists, grads, memory, SHORT * programs)
         else:
             _launch_filtered(state, lists, grads, memory, programs, stage)
+        if launch_if_long is not None:
+            launch_if_long(stage)
 
     return launch
 

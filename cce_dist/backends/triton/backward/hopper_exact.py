@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import triton
 from torch import Tensor
 
+from cce_dist.backends.triton.backward.hopper_fit import ROWS, tokens_in_pairs
 from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.filter.kept_logits import tiles_in
-from cce_dist.backends.triton.forward.hopper import layout_of, num_groups
+from cce_dist.backends.triton.forward.hopper import layout_of
 from cce_dist.backends.triton.launch.start import start
-from cce_dist.backends.triton.launch.tiles import AFTER_HIDDEN, num_programs, takes_tma
+from cce_dist.backends.triton.launch.tiles import (
+    AFTER_HIDDEN,
+    num_programs,
+    takes_tma,
+)
 from cce_dist.options import TOKEN_BLOCK
 
-# As in kernels/backward/exact_schedule.py: rows of a task's product, and its columns.
-ROWS, SIDE = 256, 128
+# As in kernels/backward/exact_schedule.py: columns of a task's product.
+SIDE = 128
 # Numbers that a step of a product's sum takes, and steps that are loaded ahead.
 STEP, STAGES = 64, 4
 # Tiles of an operand whose rows are a product's, and of one whose rows its sum runs over; and the
@@ -28,40 +32,43 @@ TILES, PART, SUM_PART = ((SIDE, STEP), (STEP, SIDE)), (SIDE, 32), (SIDE, 16)
 # Of the workspace, for d_logits of a chunk. With the whole, a call of 8,192 tokens and 2,304 dims
 # would take 134 MiB beside its gradients, and one hundredth less time.
 SHARE = 7 / 8
+# Multiprocessors that the last DDS leaves free for NCCL's kernels, which start after it.
+LEFT_TO_COLLECTIVES = 32
 
 
-def runs_on_hopper(state: BackwardState, grads: GradBuffers, hidden: Tensor) -> bool:
-    """Tells whether the kernel can run. It computes all logits, and sums a bias's gradient beside
-    the weight's."""
-    if state.logits is not None or (grads.bias is not None and grads.weight is None):
-        return False
-    # Rows of a padded weight may be aligned where the fp32 hidden gradient's are not.
-    adds = grads.hidden is None or takes_tma(grads.hidden[0])
-    return num_groups(state.weight, state.tiles) == 2 and takes_tma(hidden) and adds
+def new_chunk(state: BackwardState, most_tiles: int | None) -> Tensor:
+    """Makes the memory of a chunk's d_logits.
+
+    Args: most_tiles: of ROWS columns; None: as many as the workspace holds.
+    """
+    weight, tokens = state.weight, tokens_in_pairs(state.num_blocks)
+    if most_tiles is None:
+        most_tiles = max(1, tiles_in(int(SHARE * state.room), weight, tokens))
+    return weight.new_empty(tokens, min(most_tiles, triton.cdiv(weight.shape[0], ROWS)) * ROWS)
 
 
 def products_on_hopper(
-    state: BackwardState, grads: GradBuffers, hidden: Tensor, most_tiles: int | None, *, left: int
+    state: BackwardState,
+    grads: GradBuffers,
+    hidden: Tensor,
+    chunk: Tensor,
+    queue: Tensor,
+    count: Tensor,
 ) -> Callable[[int], None]:
     """Prepares SDD, DSD and DDS of all columns.
 
     Args:
         hidden: [N_padded, D] packed, in the order of the blocks.
-        most_tiles: of ROWS columns in a chunk; None: as many as the workspace holds.
-        left: multiprocessors that `AFTER_HIDDEN` leaves to collectives.
+        chunk: [tokens, columns] memory of a chunk's d_logits: see `new_chunk`.
+        queue: [8] int32 zeros.
+        count: [1] int32: tokens that count; -1: nothing is computed.
     Returns: a function that launches a stage of them.
     """
-    weight = state.weight
-    tokens = triton.cdiv(state.num_blocks * TOKEN_BLOCK, ROWS) * ROWS
-    if most_tiles is None:
-        most_tiles = max(1, tiles_in(int(SHARE * state.room), weight, tokens))
-    tiles = min(most_tiles, triton.cdiv(weight.shape[0], ROWS))
-    memory = weight.new_empty(tokens, tiles * ROWS)
-    queue = torch.zeros(8, dtype=torch.int32, device=weight.device)
 
     def launch(stage: int) -> None:
-        programs = num_programs(weight) - (left if stage == AFTER_HIDDEN else 0)
-        _launch(state, grads, hidden, memory, queue, stage, max(1, programs))
+        left = LEFT_TO_COLLECTIVES if stage == AFTER_HIDDEN else 0
+        programs = max(1, num_programs(state.weight) - left)
+        _launch(state, grads, hidden, chunk, queue, count, stage, programs)
 
     return launch
 
@@ -70,35 +77,37 @@ def _launch(
     state: BackwardState,
     grads: GradBuffers,
     hidden: Tensor,
-    memory: Tensor,  # [tokens, columns of a chunk]
+    chunk: Tensor,
     queue: Tensor,
+    count: Tensor,
     stage: int,
     programs: int,
 ) -> None:
     from cce_dist.backends.triton.kernels.backward.hopper_exact import hopper_exact_kernel
 
     weight, head, per_token, into = state.weight, state.head, state.per_token, grads.weight
-    descriptors = [_describe(matrix, tile) for matrix in (hidden, weight, memory) for tile in TILES]
+    descriptors = [_describe(matrix, tile) for matrix in (hidden, weight, chunk) for tile in TILES]
     # A descriptor stores no other dtype than the shared memory's.
     copies = into is not None and into.dtype == weight.dtype and takes_tma(into)
     sums = per_token.factors if grads.hidden is None else grads.hidden.flatten(0, 1)
+    # Those of a filter's tail come first.
+    sums_of_mean = (None, None) if state.mean is None else (state.sums, state.bias_sums)
     start(hopper_exact_kernel, (programs,))(
         *descriptors,
-        _describe(memory, PART),
+        _describe(chunk, PART),
         _describe(into, PART) if into is not None and copies else state.count,
         _describe(sums, SUM_PART),
-        memory,
+        chunk,
         state.or_dummy(head.bias),
         state.or_dummy(head.class_weight),
-        state.or_dummy(state.sums),
-        state.or_dummy(state.bias_sums),
+        *(state.or_dummy(None if x is None else x[state.groups :]) for x in sums_of_mean),
         per_token.targets,
         per_token.factors,
         per_token.rows,
         state.or_dummy(grads.hidden),
         state.or_dummy(into),
         state.or_dummy(grads.bias),
-        state.count,
+        count,
         per_token.grad_scale,
         queue,
         stage,
@@ -107,8 +116,8 @@ def _launch(
         state.num_blocks * TOKEN_BLOCK,
         weight.shape[0],
         weight.shape[1],
-        memory.shape[1],
-        triton.cdiv(memory.shape[1] // ROWS, 2) * ROWS,
+        chunk.shape[1],
+        triton.cdiv(chunk.shape[1] // ROWS, 2) * ROWS,
         grads.weight_stride,
         per_token.scale,
         head.softcap or 1.0,

@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from cce_dist.backends.protocol import BackwardRequest, Room
+from cce_dist.backends.triton.backward.hopper_fit import least_bytes, runs_on_hopper
 from cce_dist.backends.triton.backward.teacher import TeacherState
 from cce_dist.backends.triton.backward.upstream import TokenUpstream
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
@@ -167,10 +168,30 @@ class BackwardState:
             teacher=teacher,
         )
         draws = kept is not None and kept.draws and request.hidden is not None
-        state._list_and_sum(tokens, marks, draws=draws)
+        state._list_and_sum(tokens, marks, state._every_column(request), draws=draws)
         return state
 
-    def _list_and_sum(self, tokens: Tokens, marks: Marks | None, *, draws: bool) -> None:
+    def _every_column(self, request: BackwardRequest) -> tuple[Tensor, int] | None:
+        """Returns what `Lists.of` takes where the device may choose to compute every column."""
+        if not (self.kept and self.kept.keeps_flat) or request.teacher or self.listed:
+            return None
+        if not runs_on_hopper(
+            self.weight,
+            self.tiles,
+            has_hidden=request.hidden is not None,
+            has_bias_alone=request.bias and request.weight is None,
+        ):
+            return None
+        return self.count, least_bytes(self.weight, self.num_blocks)
+
+    def _list_and_sum(
+        self,
+        tokens: Tokens,
+        marks: Marks | None,
+        every_column: tuple[Tensor, int] | None,
+        *,
+        draws: bool,
+    ) -> None:
         """Makes the lists of kept columns, and the tail's sums beside them."""
         steps = [step for step in (tokens.fill, self._tail_sums(draws)) if step is not None]
 
@@ -184,8 +205,8 @@ class BackwardState:
             if self.listed is not None:
                 self.lists = self.listed.lists
             elif marks is not None:
-                of_call = self.num_blocks, self.room
-                self.lists = Lists.of(marks, self.weight, *of_call, draws=draws)
+                of_call = marks, self.weight, self.num_blocks, self.room
+                self.lists = Lists.of(*of_call, draws=draws, every_column=every_column)
         finally:
             if wait is not None:
                 wait()

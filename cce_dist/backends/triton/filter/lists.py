@@ -19,7 +19,7 @@ from cce_dist.backends.triton.kernels.filter.column_lists import (
     tiles_kernel,
 )
 from cce_dist.backends.triton.kernels.filter.column_order import key_kernel, sort_kernel
-from cce_dist.backends.triton.launch.start import start
+from cce_dist.backends.triton.launch.start import is_compiling_only, start
 from cce_dist.backends.triton.launch.tiles import tiles_for
 from cce_dist.options import TOKEN_BLOCK
 
@@ -27,6 +27,9 @@ from cce_dist.options import TOKEN_BLOCK
 TILE = 128
 # Of `sort_kernel`: columns of a program, values of a digit, and parts that it adds up at a time.
 PART, DIGITS, AT_ONCE = 1024, 256, 32
+# Of all columns of all token blocks, the share above which lists are too long: to compute every
+# column takes less time then.
+LONG = 0.45
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,30 @@ class Lists:
     num_blocks: Tensor  # [num_tiles] int32: the number of these
     num_active: Tensor  # [1] int32: tiles up to the last one with a kept column
     first: Tensor  # [max_chunks + 1] int32: the first tile of a chunk
-    num_chunks: Tensor  # [1] int32
+    num_chunks: Tensor  # [1] int32; -1: lists are too long, and all columns are computed instead
     base: Tensor  # [max_chunks, num_blocks + 1] int32: a block's first row of the workspace
     segment: Tensor  # [max_chunks, num_blocks + 1] int32: a block's first SDD task
     max_chunks: int
     max_rows: int
     max_pairs: int
+    may_be_long: bool  # `num_chunks` may be -1
 
     @classmethod
-    def of(cls, marks: Marks, weight: Tensor, num_blocks: int, room: int, *, draws: bool) -> Lists:
-        """Args: room: bytes for a chunk's d_logits and lists."""
+    def of(
+        cls,
+        marks: Marks,
+        weight: Tensor,
+        num_blocks: int,
+        room: int,
+        *,
+        draws: bool,
+        every_column: tuple[Tensor, int] | None = None,
+    ) -> Lists:
+        """Args:
+        room: bytes for a chunk's d_logits and lists.
+        every_column: where all columns can be computed instead, the number of tokens that
+            count, [1] int32, and the bytes of the workspace that it takes; else None.
+        """
         num_columns, words = marks.kept.shape
         num_tiles = triton.cdiv(num_columns, TILE)
         step, segment = tiles_for(weight).backward_dims, tiles_for(weight).pair * TILE
@@ -64,6 +81,9 @@ class Lists:
         tables += (1 + draws) * TILE // 8 * num_blocks * num_tiles
         tables += 64 * num_blocks * TOKEN_BLOCK
         max_rows, max_pairs = chunk_bounds(weight, num_blocks, num_tiles, room - tables)
+        # Before a first call kernels are compiled with less memory than a call has.
+        most = math.inf if is_compiling_only() else max_rows * TOKEN_BLOCK * weight.element_size()
+        count = every_column[0] if every_column is not None and every_column[1] <= most else None
         windows = max_rows - (TILE + step) * num_blocks, max_pairs - num_blocks
         max_chunks = num_tiles * TILE * num_blocks // windows[0] + 1
         max_chunks += num_tiles * num_blocks // windows[1]
@@ -90,6 +110,7 @@ class Lists:
             max_chunks=max_chunks,
             max_rows=max_rows,
             max_pairs=max_pairs,
+            may_be_long=count is not None,
         )
         start(tiles_kernel, (num_tiles,))(
             marks.kept,
@@ -109,7 +130,7 @@ class Lists:
             HAS_DRAWN=draws,
         )
         start(running_sums_kernel, (num_blocks + 2,))(counts, num_tiles, BLOCK=1024)
-        lists._cut(windows, step, segment, marks.blocks_padded)
+        lists._cut(windows, step, segment, marks.blocks_padded, num_columns, count)
         return lists
 
     def new_workspace(self, weight: Tensor) -> Tensor:
@@ -126,7 +147,15 @@ class Lists:
         end = workspace[self.max_rows + TILE :].view(torch.int32)
         return end.flatten()[: 2 * self.max_rows].view(2, self.max_rows)
 
-    def _cut(self, windows: tuple[int, int], step: int, segment: int, padded: int) -> None:
+    def _cut(
+        self,
+        windows: tuple[int, int],
+        step: int,
+        segment: int,
+        padded: int,
+        num_columns: int,
+        count: Tensor | None,
+    ) -> None:
         """Cuts the tiles into chunks, and computes where each block's list stands in a chunk."""
         num_tiles, num_blocks = self.blocks.shape
         start(chunks_kernel, (self.max_chunks,))(
@@ -135,6 +164,8 @@ class Lists:
             self.num_chunks,
             self.base,
             self.segment,
+            self.num_chunks if count is None else count,
+            num_columns,
             num_tiles,
             num_blocks,
             *windows,
@@ -142,6 +173,8 @@ class Lists:
             BLOCKS=padded,
             ROWS=step,
             SEGMENT=segment,
+            TOKENS=TOKEN_BLOCK,
+            LONG=0.0 if count is None else LONG,
         )
 
 

@@ -342,7 +342,8 @@ def compile_call(call: Call) -> None:
     elif call.keeps and call.exact:
         # Of fewer columns than there are: the others take a product.
         store = KeptLogits.make(head.weight, TOKENS, 2**19, None)
-    rule = ColumnFilter(1.0, by_largest=call.everything, tail=True, draws=not call.everything)
+    # Which keeps all columns of a flat softmax, so that lists may be long.
+    rule = ColumnFilter(0.0, by_largest=call.everything, tail=True, draws=not call.everything)
     request = ForwardRequest(
         wanted=wanted,
         filter=None if call.exact else rule,

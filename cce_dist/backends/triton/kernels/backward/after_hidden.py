@@ -65,7 +65,8 @@ def after_hidden_kernel(
     num_active = tl.load(num_active_ptr)
     dds_slices = tl.cdiv(D, SLICE) if HAS_GRAD_WEIGHT else 1
     dds_tiles = 0
-    if tl.load(num_chunks_ptr) > 0:
+    num_chunks = tl.load(num_chunks_ptr)
+    if num_chunks > 0:
         dds_tiles = tl.minimum(tl.load(first_ptr + 1), num_active)
     for task in range(tl.program_id(0), dds_tiles * dds_slices, tl.num_programs(0)):
         dds_kept_task(
@@ -76,7 +77,7 @@ def after_hidden_kernel(
             LIST_STAGES, PRECISION, TAIL_PRECISION, WIDE, GROUPS, HAS_TAIL, HAS_MEAN,
             HAS_CLASS_WEIGHT, HAS_GRAD_WEIGHT, HAS_GRAD_BIAS, ACCUMULATE,
         )  # fmt: skip
-    num_unkept = (num_tiles - num_active) * (TILE // UNKEPT)
+    num_unkept = tl.where(num_chunks < 0, 0, (num_tiles - num_active) * (TILE // UNKEPT))
     slices = tl.cdiv(D, UNKEPT_SLICE) if HAS_GRAD_WEIGHT else 1
     for task in range(tl.program_id(0), num_unkept, tl.num_programs(0)):
         unkept_task(

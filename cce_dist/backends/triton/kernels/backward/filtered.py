@@ -60,7 +60,7 @@ def filtered_kernel(
     num_blocks_ptr,  # [num_tiles] int32
     num_active_ptr,  # [1] int32
     first_ptr,  # [max_chunks + 1] int32
-    num_chunks_ptr,  # [1] int32
+    num_chunks_ptr,  # [1] int32; if -1, there is nothing to do: see backward/long_lists.py
     base_ptr,  # [max_chunks, num_blocks + 1] int32
     segment_ptr,  # [max_chunks, num_blocks + 1] int32
     share_ptr,  # [groups, V]

@@ -303,7 +303,7 @@ def hopper_exact_kernel(
     grad_hidden_ptr,  # [pieces, num_rows, D] fp32: their sum is the hidden gradient: out
     grad_weight_ptr,  # [V, D]: out
     grad_bias_ptr,  # [V] fp32: out
-    count_ptr,  # [1] int32: tokens that count
+    count_ptr,  # [1] int32: tokens that count; -1: nothing is computed
     grad_scale_ptr,  # [1] fp32: power of two by which d_logits were divided
     queue_ptr,  # [7] int32 zeros: next task; of AFTER_HIDDEN; tasks of each phase that are done
     stage,  # see `launch/tiles.py`
@@ -335,7 +335,7 @@ def hopper_exact_kernel(
     count = gl.load(count_ptr)
     grad_scale = gl.load(grad_scale_ptr)
     pairs = gl.cdiv(count, ROWS)
-    slices = gl.cdiv(D, SIDE)
+    slices = gl.where(count < 0, 0, gl.cdiv(D, SIDE))
     a_tiles = gl.allocate_shared_memory(
         hidden_rows.dtype, [GROUPS * STAGES, SIDE, STEP], hidden_rows.layout
     )

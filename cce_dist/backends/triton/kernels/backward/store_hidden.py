@@ -10,7 +10,8 @@ def store_hidden_kernel(
     centroid_ptr,  # [GROUPS, D]
     rows_ptr,  # [N_padded] int64: a permutation of the first N
     count_ptr,  # [1] int32
-    num_chunks_ptr,  # [1] int32: if 0, `product_ptr` was not written
+    # [1] int32: if 0, `product_ptr` was not written; if -1, it has every column, and needs no tail
+    num_chunks_ptr,
     mass_ptr,  # [N_padded] upstream times dropped mass
     drawn_ptr,  # [N] sum of the drawn columns' d_logits, which `product_ptr` contains
     grad_scale_ptr,  # [1] power of two by which `drawn_ptr` was divided
@@ -33,21 +34,23 @@ def store_hidden_kernel(
     inside = (dims < D)[None, :]
     counts = token < tl.load(count_ptr)
     has_product = counts
+    has_tail = counts
     if not EVERY:
-        has_product = counts & (tl.load(num_chunks_ptr) > 0)
+        num_chunks = tl.load(num_chunks_ptr)
+        has_product = counts & (num_chunks != 0)
+        has_tail = counts & (num_chunks >= 0)
     row = tl.load(rows_ptr + token, mask=token < N, other=0)
     at = row[:, None] * D + dims[None, :]
     value = tl.load(product_ptr + at, mask=has_product[:, None] & inside, other=0.0)
     if HAS_TAIL:
         group = tl.program_id(0) * BLOCK_N // tokens_per_group
-        mass = tl.load(mass_ptr + token, mask=counts, other=0.0)
+        mass = tl.load(mass_ptr + token, mask=has_tail, other=0.0)
         if HAS_DRAWN:
             if HAS_TEACHER:
                 # The drawn columns stand for both tails at once: one centroid, of what they lack.
                 mass += tl.load(second_ptr + token, mask=counts, other=0.0)
-            mass -= tl.load(drawn_ptr + token, mask=has_product, other=0.0) * tl.load(
-                grad_scale_ptr
-            )
+            drawn = tl.load(drawn_ptr + token, mask=has_product & has_tail, other=0.0)
+            mass -= drawn * tl.load(grad_scale_ptr)
         centroid = tl.load(centroid_ptr + group * D + dims, mask=dims < D, other=0.0)
         value += mass[:, None] * centroid[None, :]
     if HAS_MEAN or (HAS_TEACHER and not HAS_DRAWN):

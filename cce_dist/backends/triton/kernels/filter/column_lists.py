@@ -236,9 +236,11 @@ def running_sums_kernel(
 def chunks_kernel(
     starts_ptr,  # [num_blocks + 2, num_tiles + 1] int32: see `running_sums_kernel`
     first_ptr,  # [max_chunks + 1] int32: the first tile of each chunk, and where the last ends: out
-    num_chunks_ptr,  # [1] int32: out
+    num_chunks_ptr,  # [1] int32: -1 where lists are too long: out
     base_ptr,  # [max_chunks, num_blocks + 1] int32: first row of each block's list: out
     segment_ptr,  # [max_chunks, num_blocks + 1] int32: first SDD task of each block: out
+    count_ptr,  # [1] int32: tokens that count
+    num_columns,
     num_tiles,
     num_blocks,
     rows_window,
@@ -247,6 +249,8 @@ def chunks_kernel(
     BLOCKS: tl.constexpr,  # a power of two above num_blocks
     ROWS: tl.constexpr,  # a list starts at a multiple of it
     SEGMENT: tl.constexpr,  # entries of an SDD task
+    TOKENS: tl.constexpr,  # of a block
+    LONG: tl.constexpr,  # share of the columns above which lists are too long; 0: never
 ):
     """Cuts the tiles into chunks, and computes each block's first row and first SDD task of a
     chunk; a program a chunk. Each program cuts all of them, and the first one writes the cuts.
@@ -281,7 +285,12 @@ def chunks_kernel(
         last += tl.sum(tl.where(place == chunk + 1, is_first * tile, 0), 0)
         number += tl.sum(is_first, 0)
         stop += tl.sum(used.to(tl.int32), 0)
-    tl.store(num_chunks_ptr, number, mask=writes)
+    num_chunks = number
+    if LONG > 0:
+        blocks = tl.cdiv(tl.load(count_ptr), TOKENS)
+        is_long = grand.to(tl.float32) > LONG * num_columns * blocks
+        num_chunks = tl.where(is_long, -1, number)
+    tl.store(num_chunks_ptr, num_chunks, mask=writes)
     tl.store(first_ptr + number, stop, mask=writes)
     if chunk >= number:
         return

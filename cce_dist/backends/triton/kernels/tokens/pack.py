@@ -170,16 +170,27 @@ def gather_rows_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
     rows_ptr,  # [N_padded] int64
     packed_ptr,  # [N_padded, D], inner stride 1: out
+    num_chunks_ptr,  # [1] int32: of `chunks_kernel`
+    count_ptr,  # [1] int32: tokens that count
+    count_if_long_ptr,  # [1] int32: the same, or -1 where nothing is gathered: out
     D,
     stride_hn,
     stride_pn,
     BLOCK_N: tl.constexpr,  # divides N_padded
     BLOCK_D: tl.constexpr,
+    IF_LONG: tl.constexpr,  # gathers only where lists are too long
 ):
     """Gathers BLOCK_N rows."""
+    if IF_LONG:
+        is_long = tl.load(num_chunks_ptr) < 0
+        count = tl.where(is_long, tl.load(count_ptr), -1)
+        tl.store(count_if_long_ptr, count, mask=tl.program_id(0) == 0)
+        dims_end = tl.where(is_long, D, 0)
+    else:
+        dims_end = D
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.load(rows_ptr + tokens)[:, None]
-    for start in range(0, D, BLOCK_D):
+    for start in range(0, dims_end, BLOCK_D):
         dims = start + tl.arange(0, BLOCK_D)
         inside = (dims < D)[None, :]
         e = tl.load(hidden_ptr + rows * stride_hn + dims[None, :], mask=inside, other=0.0)

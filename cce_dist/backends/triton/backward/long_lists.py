@@ -1,0 +1,52 @@
+"""Lists of most columns: to compute every column takes less time then, and the device decides.
+
+A flat softmax, as in the first steps of training, keeps all columns of a small vocabulary. The
+kernels of the lists then do nothing, and `hopper_exact_kernel` computes exact gradients in the
+workspace of the lists. Where lists are short, that kernel ends at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+
+from cce_dist.backends.triton.backward.exact import gather_hidden
+from cce_dist.backends.triton.backward.hopper_exact import products_on_hopper
+from cce_dist.backends.triton.backward.hopper_fit import ROWS, least_bytes, tokens_in_pairs
+from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
+from cce_dist.backends.triton.filter.lists import Lists
+from cce_dist.backends.triton.launch.arguments import padded_dim
+from cce_dist.backends.triton.launch.tiles import AFTER_HIDDEN
+from cce_dist.options import TOKEN_BLOCK
+
+
+def products_if_long(
+    state: BackwardState, lists: Lists, grads: GradBuffers, workspace: Tensor, queue: Tensor
+) -> Callable[[int], None]:
+    """Prepares the products of every column for the case that lists are too long.
+
+    Args:
+        workspace: of the lists, [.., 128], which the kernels of the lists do not use in that case.
+        queue: [8] int32 zeros.
+    Returns: a function that launches a stage of them.
+    """
+    weight, dim, memory = state.weight, padded_dim(state.weight), workspace.flatten()
+    least = least_bytes(weight, state.num_blocks) // weight.element_size()
+    # Before a first call kernels are compiled with less memory than a call has.
+    memory = memory if memory.numel() >= least else weight.new_empty(least)
+    padded, rows = state.num_blocks * TOKEN_BLOCK, tokens_in_pairs(state.num_blocks)
+    hidden, memory = memory[: padded * dim].view(padded, dim), memory[padded * dim :]
+    tiles = min(memory.numel() // rows // ROWS, triton.cdiv(weight.shape[0], ROWS))
+    chunk = memory[: rows * tiles * ROWS].view(rows, tiles * ROWS)
+    hidden, count = hidden[:, : weight.shape[1]], torch.empty_like(state.count)
+    launch_products = products_on_hopper(state, grads, hidden, chunk, queue, count)
+
+    def launch(stage: int) -> None:
+        if stage != AFTER_HIDDEN:
+            gather_hidden(state, hidden, (lists.num_chunks, count))
+        launch_products(stage)
+
+    return launch
