@@ -29,7 +29,7 @@ TILE = 128
 PART, DIGITS, AT_ONCE = 1024, 256, 32
 # Of all columns of all token blocks, the share above which lists are too long: to compute every
 # column takes less time then.
-LONG = 0.45
+LONG = 0.6
 
 
 @dataclass(frozen=True)
