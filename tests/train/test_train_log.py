@@ -131,6 +131,9 @@ def test_write_report_of_a_run_that_changed_or_lost_its_metrics(tmp_path: Path) 
     assert "| final loss (step 3) | 2.0000 nats, 1.00 lower |" in report
     assert "| peak memory by pipeline rank | 1.0 MiB, 2.0 MiB, 4.0 MiB |" in report
     assert "| largest difference of the curves | 2.50e-01 nats in step 2 |" in report
+    append_metrics(tmp_path, StepRecord(4, 3.5, 3.0, 2**22, 5.0, 6.0))
+    report = write_report(job, tmp_path, evaluation, dense)
+    assert "| final loss (step 4) | 3.5000 nats, 0.50 higher |" in report
     (tmp_path / "metrics.jsonl").unlink()
     report = write_report(job, tmp_path, evaluation, dense)
     assert "held-out loss" in report and "final loss (step" not in report

@@ -249,9 +249,10 @@ def _losses(records: Records) -> Rows:
     if not records:
         return []
     first, last = records[0]["loss"], records[-1]["loss"]
+    change = f"{abs(first - last):.2f} {'lower' if last <= first else 'higher'}"
     return [
         ("first loss", f"{first:.4f} nats"),
-        (f"final loss (step {records[-1]['step']})", f"{last:.4f} nats, {first - last:.2f} lower"),
+        (f"final loss (step {records[-1]['step']})", f"{last:.4f} nats, {change}"),
     ]
 
 
