@@ -1,4 +1,4 @@
-"""The public function and its module; `eager` computes the loss, or `compiled` under a tracer."""
+"""The public loss, as a function and as a module."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def linear_cross_entropy(
             with full logits, it computes every column in three products where "exact" takes four,
             in a quarter of the memory of all logits; else it filters.
         logits: "screened" computes all logits in 8 bits, then the logits of columns that the filter
-            keeps once more in full, for the loss too: docs/design/screened.md. It needs
+            keeps once more exactly, for the loss too: docs/design/screened.md. It needs
             16-bit hidden and gradient="filtered" or "in_forward". Backend "torch" has it as a
             reference, slower than full logits.
         screen: the 8-bit dtype, and the limits beyond which a call computes full logits instead.
@@ -108,14 +108,13 @@ def linear_cross_entropy(
             [N], and with backend "torch" one more pass over kept columns. "screened": whether every
             rank screened its logits. "sum_p2": the log of the sum of squared probabilities.
         workspace_bytes: bound of the logits and their temporaries in memory at once; at least
-            one tile of 128 tokens. None: 64 MiB, and 8 KiB more for each token beyond 8,192, so
-            that the time of a token stays the same. With logits="screened" 17 KiB a token if that
-            is more, but at most the size of the weight's 8-bit copy, which is freed first. Backend
-            "triton" with "in_forward" of every column: the logits of a fifth of the tokens, if that
-            is more.
+            64 KiB. None: 64 MiB, and 8 KiB more for each token beyond 8,192, so that the time of a
+            token stays the same. With logits="screened" 17 KiB a token if that is more, but at most
+            the size of the weight's 8-bit copy, which is freed first. Backend "triton" with
+            "in_forward" of every column: the logits of a fifth of the tokens, if that is more.
         keep_logits: on a GPU, keep logits from the forward to the backward, which saves time. With
-            gradient="exact" logits stay that fit the workspace and the weight's gradient, which the
-            forward then allocates, in 16 bits (fp32 for fp32 inputs); None: False. With
+            gradient="exact" they stay in 16 bits (fp32 for fp32 inputs), as many as fit the
+            workspace and the weight's gradient, which the forward then allocates; None: False. With
             logits="screened" as many exact logits as fit the workspace stay; None: True where the
             kernels compute. Use False if many forwards come before their backwards: each would
             hold a workspace. A second backward over a retained graph computes the logits again.

@@ -213,7 +213,7 @@ class LossOptions:
         label_smoothing: share of the target's weight that all columns get alike.
         z_loss: factor of the squared log-sum-exp in a token's loss.
         gradient: which columns the gradients compute, and when.
-        logits: screened computes in 8 bits, and what matters once more in full.
+        logits: screened computes in 8 bits, and the columns that matter once more exactly.
         backend: what computes; auto is triton on a GPU.
         workspace_bytes: bound of the logits and their temporaries in memory at once.
         invariant: no result of a token follows from other tokens, or from the number of ranks.

@@ -1,4 +1,4 @@
-"""Ownership of token ids."""
+"""The rows of the LM head that each rank holds, by token id."""
 
 from __future__ import annotations
 

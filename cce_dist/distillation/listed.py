@@ -1,4 +1,4 @@
-"""Distillation from a teacher that is a list of ids and log-probabilities at each token."""
+"""Distillation from a teacher's list of ids and log-probabilities at each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public function."""
+"""`linear_distillation`, the divergence of two models' softmaxes without logits."""
 
 from __future__ import annotations
 
@@ -132,16 +132,16 @@ def linear_distillation(
             for both models, 12 with a softcap of the student. A chunk takes what fits the
             workspace, which must be the same on all ranks; by default 512 MiB, or an eleventh of
             the tokens if that is more. It needs a scalar loss; within torch.compile it is "exact".
-        filter: of "filtered", `Filter` of both models' mass, without `eps`: of their sum; for
-            reverse KL of the student's plus the size of the sum over the block of q log(q / p), for
-            "jsd" of q log(q / m).
+        filter: of "filtered", `Filter` without `eps`. It keeps columns by the sum of both models'
+            mass; for reverse KL by the student's mass plus the size of the sum over the block of
+            q log(q / p), for "jsd" plus that of q log(q / m).
         logits: "screened" lets the kernels compute the teacher's logits in 8 bits, and those of
             columns of much mass exactly; for forward KL with filtered gradients, of a teacher in
             bf16 or fp16. Logits are full without kernels, where 8 bits would err too much, and
             where quantising the teacher's weight would take longer than it saves
-            (docs/guide/modes.md#when-a-call-is-computed-in-full, D: the teacher's): stat "screened"
-            says which. The forward then holds some
-            (V_local + N) (D_teacher + 8) bytes more.
+            (docs/guide/modes.md#when-a-call-is-computed-in-full, D: the teacher's): the statistic
+            "screened" says which. Screening holds some (V_local + N) (D_teacher + 8) bytes more in
+            the forward.
         backend: "auto", "torch", or "triton", which takes no float64.
         group, vocab_shard, sequence_parallel, token_weight, ignore_index, reduction, shift,
             workspace_bytes: as in `linear_cross_entropy`; with sequence_parallel both hidden states

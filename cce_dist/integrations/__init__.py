@@ -1,1 +1,1 @@
-"""One line for each training framework."""
+"""Switches for training frameworks: one line puts the loss in place of the framework's."""

@@ -1,8 +1,8 @@
 """Replaces the loss of TRL's trainers: SFT, DPO, KTO, GRPO, RLOO, experimental AsyncGRPO and GMPO.
 
 All of them call `apply` of one autograd function of TRL, found under a module's name at each call.
-An object of the same signature takes that name. `trl_mask` has the tokens that they ignore,
-`trl_distillation` the trainers that distil.
+An object of the same signature takes that name. `trl_mask` leaves out the tokens that trainers
+ignore; `trl_distillation` serves the trainers that distil.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def apply(**options: object) -> Status:
 
     Args: gradient, filter, logits, screen, backend, workspace_bytes and keep_logits of
         `cce_dist.linear_cross_entropy`, which has their defaults; `linear_distillation` takes
-        gradient, filter, backend and workspace_bytes. Only GKDTrainer's loss is a scalar: others
-        have gradient "filtered" for "in_forward".
+        gradient, filter, backend, workspace_bytes and, with TRL's beta 0, logits. Only GKDTrainer's
+        loss is a scalar: others have gradient "filtered" for "in_forward".
     Raises:
         PatchError: TRL is missing or its function is not as expected; the message says what was
             expected and what came. Or another call has applied other options.

@@ -144,6 +144,7 @@ def patched(model: Any = None, **options: object) -> Iterator[Status]:
 
 
 def status() -> Status:
+    """Returns the options, the patched models, and the models that `apply` refused."""
     names = sorted(type(model).__name__ for model in _models())
     return Status(_State.options, tuple(names), tuple(sorted(_State.refused)))
 
