@@ -82,9 +82,12 @@ class PatchOptions:
         """Reads options from MEGATRON_PATCH_GRADIENT and the like; keywords override variables.
 
         Raises:
-            ValueError: an unknown MEGATRON_PATCH_ variable, or a value of the wrong type.
+            ValueError: an unknown keyword or MEGATRON_PATCH_ variable, or a wrong value.
         """
         named = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
+        unknown = sorted(keywords.keys() - set(named.values()))
+        if unknown:
+            raise ValueError(f"options must be of {', '.join(named.values())}, got {unknown}")
         values: dict[str, Any] = {}
         for variable in filter(lambda name: name.startswith(PREFIX), environment):
             if variable not in named:

@@ -248,5 +248,5 @@ def test_command_says_once_why_it_cannot_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gradeint", "environment"])
 def test_apply_refuses_other_keywords(name: str) -> None:
     """`environment` is an argument of the function that reads the options."""
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+    with pytest.raises(ValueError, match=rf"options must be of gradient, .+, got \['{name}'\]"):
         megatron_patch.apply(**{name: {}})
