@@ -65,7 +65,7 @@ def distillation_loss(
             runs under no_grad. Hidden size and dtype may differ from the student's.
         inputs, keywords: arguments of both models' forward, such as tokens, positions and mask.
         labels: each at the position that predicts it; a label that is no class, such as -100, gets
-            loss and gradient 0. With alpha=0 classes are read for nothing else.
+            loss and gradient 0. With alpha=0 labels say only which tokens count.
         divergence, beta, temperature, alpha: as in `linear_distillation`; there is no factor
             temperature^2.
     Returns:
