@@ -109,13 +109,13 @@ class Filter:
 
     Args:
         keep: mass in [0, 128] from which a column is kept (in proportion less in a last block of
-            fewer tokens); 0 keeps every column. "auto" follows dtype, vocabulary,
-            backend and number of tokens: see `threshold`.
+            fewer tokens); 0 keeps every column. "auto" follows dtype, vocabulary, backend and
+            number of tokens: see `threshold`.
         tail: replace dropped columns by the product of their marginals. False drops them, as
             Apple's Cut Cross-Entropy does, and starves rare tokens of gradient.
         draw: some dropped columns, drawn in proportion to their mass, stand for all of them in the
-            hidden gradient (with `tail` and `keep`). It is then right on average, and far closer.
-            False leaves it to the marginals, whose error has a bound.
+            hidden gradient (with `tail` and `keep`), which is then right on average, and far
+            closer. False: the marginals alone stand for them, with an error that has a bound.
         eps: keep a column if any single token's probability reaches `eps`, in place of
             `keep`: the criterion of Cut Cross-Entropy (arXiv:2411.09009, section 4.3).
     Raises:

@@ -1,4 +1,4 @@
-"""An observer of a call's kernels, side streams, collectives and checks: no operators of torch."""
+"""An observer of a call's kernels, side streams, collectives and checks, not torch's operators."""
 
 from __future__ import annotations
 

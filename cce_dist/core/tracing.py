@@ -1,4 +1,4 @@
-"""Observers of a call's operators: tracers, fake tensors, selective activation checkpointing."""
+"""Checks of who observes a call's operators: tracers, fake tensors, selective checkpointing."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The tokens that TRL's fused head ignores, left out by the loss.
 
 On a GPU TRL picks the rows of the tokens that count by a mask, and the host waits for the device
-twice. On other devices it hands over every row, and sets the results of ignored tokens to 0. This
-makes it do so on GPUs too. The loss reads the mask where it stands, among the local variables of
-TRL's function.
+twice. On other devices TRL hands over every row, and sets the results of ignored tokens to 0. Under
+this module it does so on GPUs too. The loss reads the mask among the local variables of TRL's
+function.
 """
 
 from __future__ import annotations

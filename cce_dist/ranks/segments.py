@@ -1,7 +1,8 @@
 """Steps 2 and 4 over eight segments of the vocabulary, in an order that no number of ranks changes.
 
 Statistics of all segments travel, and every rank merges the same eight. Parts of the hidden
-gradient are added in pairs, of segments and then of ranks: two ranks add what one rank adds last.
+gradient are added in pairs of segments, then of ranks: the tree of sums is the same on any number
+of ranks.
 """
 
 from __future__ import annotations

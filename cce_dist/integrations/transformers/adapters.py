@@ -1,7 +1,7 @@
 """The gradient of low-rank adapters beside a frozen head, without a [V, D] gradient.
 
 With hidden states [x, u] side by side and weights [W, B], u = s A x, the logits are x W^T + u B^T.
-The loss gives the gradients of x and u. That of B alone is left: dB = G^T u, with the logits'
+The loss gives the gradients of x and u. The gradient of B remains: dB = G^T u, with the logits'
 gradient G, in chunks of the vocabulary.
 """
 
