@@ -28,8 +28,8 @@ class Checks(dict[str, Check]):
         return function
 
 
-def run_in(setup: Setup, check: Check) -> None:
-    with megatron(setup):
+def run_in(setup: Setup, check: Check, *, keeps: bool = True) -> None:
+    with megatron(setup, keeps=keeps):
         try:
             check()
         finally:

@@ -142,34 +142,74 @@ def stand_in_for_cuda() -> None:
         setattr(cuda, name, getattr(torch, name))
 
 
+# Groups before Megatron's, and with them, by the layout of the last job that kept its groups.
+_kept: dict[tuple[Any, ...], tuple[set[Any], set[Any]]] = {}
+
+
 @contextlib.contextmanager
-def megatron(setup: Setup, timeout_s: float = 1800) -> Iterator[None]:
-    """Megatron's groups over all ranks of this process's job."""
+def megatron(setup: Setup, timeout_s: float = 1800, *, keeps: bool = True) -> Iterator[None]:
+    """Megatron's groups over all ranks of this process's job.
+
+    Args:
+        keeps: on a CPU the groups stay for a next job of the same layout, which is most of a small
+            check's time. False where the job leaves ranks in the middle of a step.
+    """
     import_megatron(setup.device)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    before = set(c10d._world.pg_map)
+    layout = (setup.tp, setup.pp, setup.vpp, setup.cp, timeout_s)
     on_cpu = OnCpu() if setup.device == "cpu" else contextlib.nullcontext()
     # Megatron's own fusions are compiled else, each by gcc for seconds.
     compiling = torch.compiler.set_stance("default" if setup.device == "cuda" else "force_eager")
     with warnings.catch_warnings(), on_cpu, compiling:
         warnings.simplefilter("ignore")
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=setup.tp,
-            pipeline_model_parallel_size=setup.pp,
-            virtual_pipeline_model_parallel_size=setup.vpp,
-            context_parallel_size=setup.cp,
-            distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
-        )
+        if not everyone_has(layout, setup.device):
+            forget_groups()
+            before = set(c10d._world.pg_map)
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=setup.tp,
+                pipeline_model_parallel_size=setup.pp,
+                virtual_pipeline_model_parallel_size=setup.vpp,
+                context_parallel_size=setup.cp,
+                distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
+            )
+            _kept[layout] = before, set(c10d._world.pg_map)
         if setup.device == "cuda":
             model_parallel_cuda_manual_seed(1)
+        keeping = False
         try:
             yield
+            # A virtual stage's number stays in Megatron's state.
+            keeping = keeps and setup.device == "cpu" and setup.vpp is None
         finally:
-            parallel_state.destroy_model_parallel()
-            # It forgets its some twenty groups, whose threads would stay.
-            for group in [x for x in c10d._world.pg_map if x not in before]:
-                c10d.destroy_process_group(group)
-            # A group's threads stay as long as its object, which models hold that hold themselves.
-            gc.collect()
+            if keeping:
+                destroy_others(_kept[layout][1])
+            else:
+                forget_groups()
+
+
+def everyone_has(layout: tuple[Any, ...], device: str) -> bool:
+    """A rank on which the last job has failed has no groups any more."""
+    if device == "cuda":
+        return False
+    found = torch.tensor(int(layout in _kept))
+    c10d.all_reduce(found, c10d.ReduceOp.MIN)
+    return bool(found)
+
+
+def forget_groups() -> None:
+    from megatron.core import parallel_state
+
+    for before, _ in _kept.values():
+        # It forgets its some twenty groups, whose threads would stay.
+        parallel_state.destroy_model_parallel()
+        destroy_others(before)
+    _kept.clear()
+
+
+def destroy_others(groups: set[Any]) -> None:
+    for group in [x for x in c10d._world.pg_map if x not in groups]:
+        c10d.destroy_process_group(group)
+    # A group's threads stay as long as its object, which models hold that hold themselves.
+    gc.collect()
