@@ -24,7 +24,6 @@ from cce_dist.backends.triton.forward import state as forward_state  # noqa: E40
 from cce_dist.backends.triton.launch import replay  # noqa: E402
 
 COMPILE = """
-import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
@@ -42,21 +41,17 @@ TYPES = {
     "teacher_bias": "bf16", "teacher_mass": "bf16",
 }
 STATISTICS = ("SURPLUS", "SQUARES", "ARGMAX", "MOMENTS")
-# Each flag once and once not; test_compiles.py compiles the plain one.
+# Each flag once and once not; test_compiles.py compiles the plain ones.
 KINDS = {
     "bf16 with statistics": (gl.bfloat16, False, False),
     "bf16 with a softcap and a filter": (gl.bfloat16, True, True),
     "i8": (gl.int8, True, False),
     "i8 with a large softcap and statistics": (gl.int8, True, True),
     "bf16 whose logits are kept": (gl.bfloat16, False, True),
-    "bf16 of two heads": (gl.bfloat16, True, False),
-    "bf16 of two heads with biases": (gl.bfloat16, True, True),
     "bf16 of two heads, one in i8": (gl.bfloat16, True, True),
     "bf16 of two heads, and of their mixture": (gl.bfloat16, True, True),
 }
 for kind, (dtype, score, softcap) in KINDS.items():
-    if kind.split()[0] != sys.argv[1]:
-        continue
     dims = 1024 // dtype.primitive_bitwidth
     layout = gl.NVMMASharedLayout.get_default_for([128, dims], dtype)
     tile = f"tensordesc<{kind.split()[0]}[128, {dims}],{layout!r}>"
@@ -104,13 +99,12 @@ print("compiled")
     forward_hopper.why_no_gluon() is not None, reason=str(forward_hopper.why_no_gluon())
 )
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("operands", ["bf16", "i8"])
-def test_hopper_forward_compiles_without_a_gpu(operands: str, tmp_path: Path) -> None:
+def test_hopper_forward_compiles_without_a_gpu(tmp_path: Path) -> None:
     # The script finds compile_jobs.py beside this file.
     path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
     env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     made = subprocess.run(
-        [sys.executable, "-c", COMPILE, operands],
+        [sys.executable, "-c", COMPILE],
         env=env | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
