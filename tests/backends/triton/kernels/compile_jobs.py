@@ -25,6 +25,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
@@ -69,6 +71,8 @@ from cce_dist.vocab_shard import VocabShard
 
 # Multiprocessors, whatever the GPU.
 PROGRAMS = 132
+# Not more: other tests run beside.
+PROCESSES = 2
 TOKENS, COLUMNS = 256, 4096
 WORKSPACE_BYTES = 2**26
 
@@ -494,18 +498,38 @@ OTHERS = {
 }
 
 
+def compile_all(variants: list[Variant]) -> list[tuple[dict[str, Any], str | None]]:
+    """What `Variant.compile` returns of each, by forks, each of every PROCESSES-th variant. A fork
+    whose parent has gone ends after its last one."""
+    fork = get_context("fork")
+    answers = []
+    for first in range(PROCESSES):
+        answer, end = fork.Pipe(duplex=False)
+        fork.Process(target=compile_some, args=(variants[first::PROCESSES], end)).start()
+        end.close()
+        answers.append(answer)
+    found: list[Any] = [None] * len(variants)
+    for first, answer in enumerate(answers):
+        found[first::PROCESSES] = answer.recv()
+    return found
+
+
+def compile_some(variants: list[Variant], end: Connection) -> None:
+    end.send([variant.compile() for variant in variants])
+
+
 def main(capabilities: list[int], jobs: list[str], *, whole: bool) -> None:
     fill_tensors()
     if not whole:
         skip_late_stages()
     variants = record_variants(jobs)
+    chosen = variants if whole else fewest(variants)
+    chosen = [variant for variant in chosen if variant.capability in capabilities]
     records, seen = [], set()
-    for variant in variants if whole else fewest(variants):
-        if variant.capability in capabilities:
-            record, binary = variant.compile()
-            if binary is None or (binary, variant.residents) not in seen:
-                seen.add((binary, variant.residents))
-                records.append(record)
+    for variant, (record, binary) in zip(chosen, compile_all(chosen), strict=True):
+        if binary is None or (binary, variant.residents) not in seen:
+            seen.add((binary, variant.residents))
+            records.append(record)
     json.dump(records, sys.stdout)
 
 
