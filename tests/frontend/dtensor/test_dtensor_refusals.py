@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -86,3 +91,26 @@ def test_dtensor_placements_that_are_refused() -> None:
     assert said.keys() == REFUSALS.keys()
     for name, pattern in REFUSALS.items():
         assert re.search(pattern, said[name], re.DOTALL), (name, said[name])
+
+
+@contextlib.contextmanager
+def one_rank_group(path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(path), 1), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "targets", "bias", "token_weight"])
+def test_one_dtensor_alone_is_refused(name: str, tmp_path: Path) -> None:
+    given = made(20)
+    given.pop("class_weight")
+    with one_rank_group(tmp_path / "store"):
+        mesh = init_device_mesh("cpu", (1,))
+        given[name] = DTensor.from_local(given[name], mesh, [Replicate()])
+        expected = rf"weight must be a DTensor too.*{name} is one.*pass {name}.to_local\(\)"
+        if name == "weight":
+            expected = r"weight must be placed Shard\(0\), got .*Pass weight.to_local\(\)"
+        with pytest.raises(ValueError, match=expected):
+            linear_cross_entropy(**given)
