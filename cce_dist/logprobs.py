@@ -12,7 +12,8 @@ from cce_dist.frontend.inputs import Inputs, options_of
 from cce_dist.frontend.listed import (
     Listed,
     TokenSupport,
-    candidate_logits,
+    beside_target,
+    candidate_logprobs,
     check_candidates,
     check_support,
     is_everything,
@@ -125,8 +126,9 @@ def token_logprobs(
     Raises:
         ValueError: an argument is not supported; the message says which.
     Collectives, determinism: the same as `linear_cross_entropy` with reduction "none". Candidates
-        take in the forward one all-reduce of 4 bytes an id, and in the backward the collectives of
-        a second hidden gradient; a support has these alone. top_k takes two all-gathers of [N, k].
+        take in the forward one all-reduce of 4 bytes an id (in fp32 of one id more a token), and in
+        the backward the collectives of a second hidden gradient; a support has these alone. top_k
+        takes two all-gathers of [N, k].
     """
     require_bool("entropy", entropy)
     require_stats(stats, get_args(LogprobStat))
@@ -186,27 +188,33 @@ def token_logprobs(
         None if moments is None else moments.mean,
         outside=outside,
     )
-    return _with_listed(logprobs, result.lse, call, candidates, top_k)
+    return _with_listed(logprobs, result, call, candidates, top_k)
 
 
 def _with_listed(
     logprobs: TokenLogprobs,
-    lse: Tensor | None,  # None: nothing is listed
+    result: LossOutput,
     call: tuple[Inputs, LossOptions, Group | DeviceMesh | None, VocabShard | None],
     candidates: Tensor | None,
     top_k: int | None,
 ) -> TokenLogprobs:
     """Adds the log-probabilities of candidates and of the k largest logits."""
+    lse, nll = result.lse, result.loss
     if lse is None:
         return logprobs
     listed = list_tokens(*call)
     if candidates is not None:
         ids = check_candidates(candidates, listed)
-        logits = listed.result(candidate_logits(listed, ids))
-        logprobs = logprobs._replace(candidates=logits - lse[..., None])
+        chosen = candidate_logprobs(listed, ids, lse, nll, listed.result)
+        logprobs = logprobs._replace(candidates=chosen)
     if top_k is not None:
         ids, logits = map(listed.result, listed.top(top_k))
-        logprobs = logprobs._replace(top_ids=ids, top_logprobs=logits - lse.detach()[..., None])
+        lse, nll = lse.detach(), nll.detach()
+        top = logits - lse[..., None]
+        if listed.is_wide:
+            is_target = ids[..., 0] == listed.result(listed.targets)
+            top = beside_target(logits, logits[..., :1], lse, nll.where(is_target, torch.inf))
+        logprobs = logprobs._replace(top_ids=ids, top_logprobs=top)
     return logprobs
 
 

@@ -99,8 +99,9 @@ class Mixture:
     """Jensen-Shannon's mixture of two heads' softmaxes: beta teacher + (1 - beta) student."""
 
     beta: float
-    lse: Tensor  # [N] of the student, merged over the ranks
-    teacher_lse: Tensor  # [N]
+    # [N] of the student, merged over the ranks; float64 where a model has fp32 inputs
+    lse: Tensor
+    teacher_lse: Tensor  # [N] of the same dtype
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class TeacherStats:
     """Step 1 of two heads. Each field is of every token over this shard, [N] fp32."""
 
     student: Stats
-    teacher_lse: Tensor
+    teacher_lse: Tensor  # float64 of a teacher in fp32: see `Stats.lse_rest`
     # nats: the request's KL of the softmaxes over this shard's columns alone; or with a mixture
     # [2, N], this shard's part of the divergence and of KL(student || mixture)
     kl: Tensor
@@ -144,7 +145,7 @@ class TeacherPart:
 
     tokens: Tokens  # the student's, with the teacher's hidden states
     head: Head
-    lse: Tensor  # [N] merged over the ranks
+    lse: Tensor  # [N] merged over the ranks; float64 where a model has fp32 inputs
     # [N] the loss's gradient by this lse, if it were the student's: d_logits get the teacher's
     # probabilities times it. None: the request's entropy, and upstream of it, are of the student's
     # entropy relative to the teacher, -KL(student || teacher), or to a mixture.

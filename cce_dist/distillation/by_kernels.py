@@ -24,7 +24,7 @@ from cce_dist.backends.protocol import (
     TeacherPart,
     TeacherStats,
 )
-from cce_dist.core.stats import Stats
+from cce_dist.core.stats import Stats, split_lse
 from cce_dist.core.types import Head, Tokens, Upstream
 from cce_dist.distillation.divergences import Sums
 from cce_dist.distillation.function import (
@@ -123,19 +123,29 @@ class _Heads:
         Collectives: those of `sharded.forward` before its merge, of both."""
         if self.beta is None:
             out = self._of_heads(plan, self.request(plan))
-            lse, target_logit = out.student.lse, out.student.target_logit
-            sums = Sums(lse, out.teacher_lse, out.kl)
-            return FirstPass(sums, lse, target_logit, out.full), out.scores
+            return self._sums(out.student, out.teacher_lse, out.kl, out.full), out.scores
         request = ForwardRequest(plan.wanted, None, None, None, None, self.room)
         student, _ = plan.backend.forward(self.tokens, self.head, request)
         teacher, _ = plan.backend.forward(*self.teacher, request)
-        sums = Sums(student.lse, teacher.lse, torch.zeros_like(student.lse))
-        return FirstPass(sums, student.lse, student.target_logit), None
+        return self._sums(student, teacher.whole_lse, torch.zeros_like(student.lse), None), None
+
+    def _sums(
+        self, student: Stats, teacher_lse: Tensor, kl: Tensor, full: Tensor | None
+    ) -> FirstPass:
+        wide = any(x.weight.dtype == torch.float32 for x in (self.head, self.teacher[1]))
+        numbers = (student.whole_lse, teacher_lse, kl, student.target_logit)
+        if wide:
+            numbers = (x.double() for x in numbers)
+        lse, teacher_lse, kl, target_logit = numbers
+        return FirstPass(Sums(lse, teacher_lse, kl), lse, target_logit, full)
 
     def second_pass(self, plan: Plan, merged: FirstPass) -> tuple[Tensor, Tensor, Scores | None]:
         """Returns Jensen-Shannon of each token, the student's mean log ratio to the mixture, [N]
         each, and the scores. Collectives: one all-gather of 8 N bytes."""
-        request = self.request(plan, merged.sums[:2])
+        lse, teacher_lse = merged.sums[:2]
+        # The backward's kernels take log p without the rest of Y, and so must the mean slope: of a
+        # difference all columns' gradients would have a part.
+        request = self.request(plan, (lse, teacher_lse.float().to(lse.dtype)))
         out = self._of_heads(plan, request)
         value, mean = all_gather(out.kl.contiguous(), plan.group).sum(0)
         return value, mean, out.scores
@@ -189,7 +199,8 @@ class _Results(NamedTuple):
     value: Tensor  # [N]
     nll: Tensor | None
     screened: Tensor | None
-    # Both lses, the target's logit; of all but forward KL the student's mean log ratio: [N] each.
+    # Both lses, as in `Sums`; the target's logit; of all but forward KL the student's mean log
+    # ratio: [N] each.
     vectors: tuple[Tensor, ...]
     scores: Scores | None
 
@@ -208,14 +219,14 @@ def _forward(
     # A rank without columns has no kernel of both heads, and merges as the others do.
     kernels = tile_kernels(objective)
     merged = merge(local, objective.divergences, plan, kernels, has_targets=has_targets)
-    value = mean = merged.sums.kl
+    value = mean = merged.sums.kl.float()
     if heads.beta is not None:
         value, mean, scores = heads.second_pass(plan, merged)
-    vectors = [merged.sums.student, merged.sums.teacher, merged.target_logit]
+    vectors = [merged.sums.student, merged.sums.teacher, merged.target_logit.float()]
     if heads.reverse:
         # The caller may write to the value, which a KL's mean is.
         vectors.append(mean.clone() if mean is value else mean)
-    nll = merged.lse - merged.target_logit if has_targets else None
+    nll = (merged.lse - merged.target_logit).float() if has_targets else None
     if nll is not None and call.count is not None:
         counts = torch.arange(len(nll), device=nll.device) < call.count
         nll = nll.where(counts, 0)
@@ -235,6 +246,9 @@ def _backward(
     """Returns the gradients by hidden, weight, bias. Collectives: the sum of the hidden one's."""
     hidden, weight, bias = student
     (lse, teacher_lse, target_logit, *mean), scores = saved
+    rest = of_teacher_rest = None
+    if lse.dtype == torch.float64:
+        (lse, rest), of_teacher_rest = split_lse(lse), split_lse(teacher_lse)[1]
     of_divergence, of_nll = grads
     heads = _Heads.of(hidden, weight, bias, teacher, call, objective)
     backend, plan = call.plan.backend, call.plan
@@ -243,12 +257,15 @@ def _backward(
     if scores is not None:
         of_rule = heads.rule, heads.room
         kept = backend.keep(heads.tokens, heads.head, scores, lse, *of_rule)
-    stats, upstream = Stats(lse, target_logit), Upstream(nll=of_nll)
+    stats, upstream = Stats(lse, target_logit, lse_rest=rest), Upstream(nll=of_nll)
     if of_divergence is not None and heads.reverse:
         # The KL is minus the student's entropy relative to the teacher. Jensen-Shannon's
         # derivative is that of 1 - beta times the KL to a mixture which stays as it is.
         part = TeacherPart(*heads.teacher, teacher_lse, None, heads.beta)
         stats = replace(stats, entropy=-mean[0])
+        if of_teacher_rest is not None and heads.beta is None:
+            # The kernel's log p lacks it.
+            stats = replace(stats, entropy=of_teacher_rest - mean[0])
         share = 1.0 if heads.beta is None else 1.0 - heads.beta
         upstream = replace(upstream, entropy=-share * of_divergence)
     elif of_divergence is not None:

@@ -214,10 +214,13 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tupl
         return hidden.new_empty(size if is_wanted else 0, dtype=dtype)
 
     scores = bound.scores_like(plan, size, weight) if any(needs) else None
-    vectors = [vector() for _ in range(num_vectors(plan, bound.objective))]
-    if not is_by_kernels(plan) and not bound.objective.takes_tiles:
-        # Of eager torch all but the mean: see `Sums`.
-        vectors = [vector(dtype=torch.float64 if i != 2 else dtype) for i in range(len(vectors))]
+    kernels, torchs = is_by_kernels(plan), not bound.objective.takes_tiles
+    wide = weight.dtype == torch.float32 or teacher_weight.dtype == torch.float32
+    of_sums = torch.float64 if wide or (torchs and not kernels) else dtype
+    # Log-sum-exps, two of them first: see `Sums`. The third number is none, nor, of kernels of both
+    # heads, is the fourth.
+    dtypes = [of_sums, of_sums, dtype, dtype if kernels else of_sums]
+    vectors = [vector(dtype=x) for x in dtypes[: num_vectors(plan, bound.objective)]]
     flag = hidden.new_empty((), dtype=torch.bool)
     return vector(), vector(bound.objective.alpha > 0), flag, vectors, take_apart(scores)[1]
 

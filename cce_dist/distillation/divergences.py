@@ -21,8 +21,8 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
 class Sums(NamedTuple):
     """Sums of each token over some columns, [N] or, of several parts, [R, N].
 
-    Eager torch has them in float64: a log-sum-exp of some hundreds in fp32 errs by more than the
-    log-probability of an id that is nearly sure.
+    They are float64, but for kernels of 16-bit inputs, which have them in fp32: a log-sum-exp of
+    some hundreds in fp32 errs by more than the log-probability of an id that is nearly sure.
     """
 
     student: Tensor  # A

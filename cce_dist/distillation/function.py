@@ -300,7 +300,7 @@ def merge(
     """Merges the ranks' sums; all ranks get the same bits.
 
     Args:
-        kernels: merge them in one launch; None: eager torch does, in dozens.
+        kernels: merge fp32 sums in one launch; eager torch merges others, in dozens.
         dtype: of the logits.
         checks: that the ranks' rows are those of one softmax, in eager torch in dozens more.
     Collectives: one all-gather of 9 + K N numbers, K = 3, or 5 with targets; without checks K N.
@@ -312,6 +312,8 @@ def merge(
     if sums is None:
         of_targets = (local.lse, local.target_logit) if has_targets else ()
         sums = torch.stack([*local.sums, *of_targets])
+    if sums.dtype != torch.float32:
+        kernels = None
     if not checks:
         parts = all_gather(sums, plan.group, begins=True)
         if kernels is None:

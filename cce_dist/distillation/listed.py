@@ -25,7 +25,7 @@ from cce_dist.frontend.dtensor import is_dtensor
 from cce_dist.frontend.inputs import Inputs, options_of
 from cce_dist.frontend.listed import (
     Listed,
-    candidate_logits,
+    candidate_logprobs,
     check_candidates,
     list_tokens,
     local_of,
@@ -259,8 +259,8 @@ def _values(
     ids, logprobs = teacher
     result = compute_loss(inputs, _at_hidden(options, objective.temperature, "lse"), *where)
     assert isinstance(result, LossOutput) and result.lse is not None
-    lse, leaves_out = local_of(result.lse).reshape(-1), ~listed.counts
-    student = candidate_logits(listed, ids) - lse[:, None]
+    lse, nll = (local_of(x).reshape(-1) for x in (result.lse, result.loss))
+    student, leaves_out = candidate_logprobs(listed, ids, lse, nll, lambda x: x), ~listed.counts
     value = columns.compute(student.masked_fill(leaves_out[:, None], 0), logprobs)
     value = value.masked_fill(leaves_out, 0)
     if objective.alpha == 0:

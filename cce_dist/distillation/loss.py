@@ -155,8 +155,8 @@ def linear_distillation(
         RuntimeError: a backward through divergence or nll with gradient="in_forward".
     DTensors: as in `linear_cross_entropy`; the teacher's lie as the student's do.
     Collectives on `group`: forward one all-gather of 12 N + 36 bytes (20 N + 36 with alpha), and
-        one of 8 N for "jsd" and "tvd"; for KLs kernels eight of 4 N before it. Without kernels the
-        first has twice the bytes. Backward those of
+        one of 8 N for "jsd" and "tvd"; for KLs kernels eight of 4 N before it. Without kernels, or
+        if a model is fp32, the first has twice the bytes. Backward those of
         `linear_cross_entropy`. With alpha and a temperature that is not 1 kernels also take those
         of `linear_cross_entropy` for the nll. With sequence_parallel all-gathers of both hidden
         states in forward and backward. "in_forward" takes all of them in the forward, the

@@ -54,8 +54,11 @@ class Pair:
 
     @property
     def dtype_of_sums(self) -> torch.dtype:
-        """See `Sums`; a kernel has them in fp32."""
-        return torch.float64 if self.kernels is None else self.dtype
+        """See `Sums`."""
+        narrow = self.kernels is not None and all(
+            x.weight.element_size() == 2 for x in (self.head, self.teacher_head)
+        )
+        return torch.float32 if narrow else torch.float64
 
     @property
     def size(self) -> TileSize:

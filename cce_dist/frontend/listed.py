@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -51,6 +52,7 @@ class Listed:
     targets: Tensor  # [N] int64, 0 at tokens that do not count
     vocab_size: int
     options: LossOptions
+    is_wide: bool  # inputs are fp32
     scale: Tensor | None  # [N] 1 / temperature
     products: Callable[[Pairs], Tensor]  # hidden . weight + bias, [P]
     # k, rows of hidden [n] -> the k largest logits over all ranks, without the tokens' scale, and
@@ -144,6 +146,7 @@ def list_tokens(
         targets=targets,
         vocab_size=vocab_size,
         options=options,
+        is_wide=entered.inputs.hidden.dtype == torch.float32,
         scale=scale,
         products=products,
         largest=largest,
@@ -286,7 +289,31 @@ def tokens_of(offsets: Tensor, pairs: int) -> Tensor:
     return tokens.repeat_interleave(offsets.diff(), output_size=pairs)
 
 
-def candidate_logits(listed: Listed, candidates: Tensor) -> Tensor:
+def candidate_logprobs(
+    listed: Listed,
+    candidates: Tensor,  # [N, K]
+    lse: Tensor,  # [...] of the loss, and each target's
+    nll: Tensor,
+    brought: Callable[[Tensor], Tensor],  # brings values [N, K] to [..., K]
+) -> Tensor:
+    """Computes the log-probabilities of candidates, [..., K], differentiable by logits and lse."""
+    if not listed.is_wide:
+        return brought(_candidate_logits(listed, candidates)) - lse[..., None]
+    with_target = torch.cat([listed.targets[:, None], candidates], 1)
+    logits = brought(_candidate_logits(listed, with_target))
+    return beside_target(logits[..., 1:], logits[..., :1].detach(), lse, nll)
+
+
+def beside_target(logits: Tensor, of_target: Tensor, lse: Tensor, nll: Tensor) -> Tensor:
+    """Computes logits - lse, [..., K], of fp32 inputs. Args: of_target: [..., 1] the target's
+    logit, by the products that have made `logits`."""
+    # Of logits near 300 the forward's products, these and lse in fp32 differ by 1e-5 each. nll has
+    # none of these roundings, and counts where the target has most of the mass.
+    near = (logits - of_target) - (nll.detach() + (lse - lse.detach()))[..., None]
+    return torch.where((nll < math.log(2))[..., None], near, logits - lse[..., None])
+
+
+def _candidate_logits(listed: Listed, candidates: Tensor) -> Tensor:
     """Computes the logits of candidates [N, K]: [N, K]."""
     tokens, width = candidates.shape
     offsets = torch.arange(tokens + 1, device=candidates.device) * width

@@ -24,8 +24,9 @@ class Supported:
     counts: Tensor  # bool: the pair's token counts, and no earlier pair of the token has its id
     is_target: Tensor  # bool, False where a pair does not count, or its logit is -inf
     has_target: Tensor  # bool, [N]
-    z: Tensor  # -inf where a pair does not count
-    lse: Tensor  # -inf without pairs, or where all logits are -inf
+    z: Tensor  # minus the token's `origin`; -inf where a pair does not count
+    origin: Tensor | None  # the largest logit: of fp32 inputs, see `Stats.lse_rest`; None: 0
+    lse: Tensor  # of z; -inf without pairs, or where all logits are -inf
 
     @classmethod
     def of(cls, listed: Listed, support: TokenSupport) -> Supported:
@@ -37,13 +38,20 @@ class Supported:
         z = listed.logits(ids, offsets, token_of, order).masked_fill(~counts, -torch.inf)
         top = reduce_segments(z.detach(), offsets, token_of, "max")
         top = top.masked_fill(top == -torch.inf, 0)
-        sums = reduce_segments((z - top[token_of]).exp(), offsets, token_of, "sum")
+        origin = top if listed.is_wide else None
+        if origin is not None:
+            z, top = z - origin[token_of], torch.zeros_like(top)
+        powers = (z - top[token_of]).exp()
+        powers = powers.double() if listed.is_wide else powers
+        sums = reduce_segments(powers, offsets, token_of, "sum")
         is_target = counts & (ids == listed.targets[token_of]) & (z != -torch.inf)
         has_target = reduce_segments(is_target.to(z.dtype), offsets, token_of, "max") > 0
         # The logarithm of 0 would make NaN gradients.
         is_empty = sums == 0
         lse = (top + sums.masked_fill(is_empty, 1).log()).masked_fill(is_empty, -torch.inf)
-        return cls(listed, ids, offsets, token_of, order, counts, is_target, has_target, z, lse)
+        lse = lse.to(z.dtype)
+        logits = z, origin, lse
+        return cls(listed, ids, offsets, token_of, order, counts, is_target, has_target, *logits)
 
     def detached(self) -> Supported:
         """Returns the same softmax for statistics that have no gradient."""
@@ -87,7 +95,8 @@ class Supported:
 
     def mean_logit(self) -> Tensor:
         number = self.total(self.counts.to(self.z.dtype))
-        return self.total(self.z.masked_fill(~self.counts, 0)) / number.clamp_min(1)
+        mean = self.total(self.z.masked_fill(~self.counts, 0)) / number.clamp_min(1)
+        return mean if self.origin is None else mean + self.origin
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """Returns the ids and the log-probabilities of the k largest logits, [N, k] each, in

@@ -15,16 +15,19 @@ ROWS_ALIVE = 3
 
 def pair_logits(hidden: Tensor, head: Head, request: PairsRequest) -> Tensor:
     """Computes each pair's logit: see `protocol.Backend.pair_logits`."""
-    dtype = accumulate_dtype(hidden.dtype)
+    dtype = wide = accumulate_dtype(hidden.dtype)
+    if hidden.dtype == torch.float32:
+        # A sum of nearly 300 loses digits with every number that is added.
+        wide = torch.float64
     columns = request.columns(head)
     out = torch.zeros(columns.shape, dtype=dtype, device=hidden.device)
     listed = (columns >= 0).nonzero()[:, 0]
     for start, stop in spans(len(listed), _chunk(hidden, request)):
         pairs = listed[start:stop]
         column = columns[pairs]
-        x = hidden[request.pairs.rows[pairs]].to(dtype)
-        x = x.mul_(head.weight[column].to(dtype)).sum(1)
-        out[pairs] = x if head.bias is None else x.add_(head.bias[column].to(dtype))
+        x = hidden[request.pairs.rows[pairs]].to(wide)
+        x = x.mul_(head.weight[column].to(wide)).sum(1)
+        out[pairs] = (x if head.bias is None else x.add_(head.bias[column].to(wide))).to(dtype)
     return out
 
 
@@ -61,5 +64,5 @@ def _add_up(
 
 def _chunk(hidden: Tensor, request: PairsRequest) -> int:
     """Returns the pairs that are computed at once."""
-    row = hidden.shape[1] * accumulate_dtype(hidden.dtype).itemsize
+    row = hidden.shape[1] * (8 if hidden.element_size() > 2 else 4)
     return max(1, request.room.workspace_bytes // (ROWS_ALIVE * row))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cce_dist.backends.protocol import BackwardRequest, TeacherPart
 from cce_dist.backends.triton.backward.upstream import TokenUpstream
 from cce_dist.backends.triton.filter.marks import KeptColumns
 from cce_dist.backends.triton.launch.arguments import for_kernels, with_unit_inner_stride
-from cce_dist.core.stats import Stats
+from cce_dist.core.stats import Stats, split_lse
 from cce_dist.core.types import Head, Tokens, Upstream
 
 
@@ -39,7 +40,9 @@ class TeacherState:
         kept = request.kept
         assert isinstance(kept, KeptColumns)
         upstream, has_tail = Upstream(lse=part.upstream), kept.tail and part.upstream is not None
-        of_teacher = replace(request, stats=Stats(part.lse, part.lse), upstream=upstream)
+        lse, rest = split_lse(part.lse) if part.lse.dtype == torch.float64 else (part.lse, None)
+        stats = Stats(lse, lse, lse_rest=rest)
+        of_teacher = replace(request, stats=stats, upstream=upstream)
         per_token = TokenUpstream.of(
             tokens,
             head,
@@ -53,6 +56,9 @@ class TeacherState:
             # Student and teacher were divided by different powers of two: take the student's for
             # both.
             per_token.factors[0] *= per_token.grad_scale / student.grad_scale
+            if rest is not None and len(per_token.factors) == 8:
+                # The kernel takes exp(y - lse), without the rest.
+                per_token.factors[0] *= (-per_token.factors[7]).exp()
         hidden = with_unit_inner_stride(part.tokens.hidden)
         return cls(
             for_kernels(part.head), hidden, per_token.factors, per_token.tail_mass, part.beta

@@ -27,15 +27,18 @@ def pair_logits_kernel(
     dims = tl.arange(0, BLOCK_D)
     e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
     c_ptrs = weight_ptr + column[:, None] * stride_wv + dims[None, :]
-    products = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    # A sum of nearly 300 loses digits of fp32 inputs with every number that is added.
+    IS_WIDE: tl.constexpr = weight_ptr.dtype.element_ty == tl.float32
+    wide: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
+    products = tl.zeros((BLOCK_P, BLOCK_D), wide)
     for k in range(0, D, BLOCK_D):
         inside = listed[:, None] & (k + dims < D)[None, :]
-        e = tl.load(e_ptrs + k, mask=inside, other=0.0).to(tl.float32)
-        c = tl.load(c_ptrs + k, mask=inside, other=0.0).to(tl.float32)
+        e = tl.load(e_ptrs + k, mask=inside, other=0.0).to(wide)
+        c = tl.load(c_ptrs + k, mask=inside, other=0.0).to(wide)
         products += e * c
     value = tl.sum(products, 1)
     if HAS_BIAS:
-        value += tl.load(bias_ptr + column, mask=listed, other=0.0).to(tl.float32)
+        value += tl.load(bias_ptr + column, mask=listed, other=0.0).to(wide)
     tl.store(out_ptr + pair, value, mask=pair < P)
 
 

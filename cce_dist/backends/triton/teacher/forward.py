@@ -17,9 +17,13 @@ from cce_dist.backends.triton.forward.bounds import EXCHANGES, raise_lower
 from cce_dist.backends.triton.launch.arguments import for_kernels
 from cce_dist.backends.triton.screened.quantize import start_sums
 from cce_dist.backends.triton.teacher.jsd import jsd_of_heads
-from cce_dist.backends.triton.teacher.state import HeadStates, marks_of_heads, merged_state
+from cce_dist.backends.triton.teacher.state import (
+    HeadStates,
+    marks_of_heads,
+    merged_state,
+    stats_of,
+)
 from cce_dist.backends.triton.tokens.order import in_similar_order
-from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, Tokens
 from cce_dist.options import TOKEN_BLOCK
 
@@ -79,6 +83,6 @@ def forward_of_heads(
     elif order is not None:
         of_dropped = torch.empty_like(of_dropped).scatter_(0, order, of_dropped)
     marks = replace(marks, of_dropped=of_dropped)
-    stats = Stats(student.placed.lse, student.placed.target_logit)
+    stats = stats_of(student)
     full = None if heads.eight is None else heads.eight.full
-    return TeacherStats(stats, of_teacher.placed.lse, kl, marks, full)
+    return TeacherStats(stats, of_teacher.lse_of_tokens, kl, marks, full)

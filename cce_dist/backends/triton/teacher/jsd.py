@@ -17,13 +17,14 @@ from torch import Tensor
 from cce_dist.backends.protocol import ForwardRequest, Mixture, TeacherStats
 from cce_dist.backends.triton.forward.operands import ForwardLaunch
 from cce_dist.backends.triton.forward.state import ForwardState
-from cce_dist.backends.triton.kernels.numbers import LOG2E
+from cce_dist.backends.triton.kernels.numbers import HIGHEST, LOG2E
 from cce_dist.backends.triton.kernels.teacher.divergence import jsd_kernel
 from cce_dist.backends.triton.launch.arguments import for_kernels
 from cce_dist.backends.triton.launch.start import start
+from cce_dist.backends.triton.launch.tiles import is_wide
 from cce_dist.backends.triton.teacher.state import HeadStates, marks_of_heads, merged_state
 from cce_dist.backends.triton.tokens.order import in_similar_order
-from cce_dist.core.stats import Stats
+from cce_dist.core.stats import Stats, split_lse
 from cce_dist.core.types import Head, Tokens
 from cce_dist.options import TOKEN_BLOCK
 
@@ -48,8 +49,10 @@ def jsd_of_heads(
     of_teacher = replace(tokens, hidden=teacher[0].hidden)
     both = for_kernels(head), for_kernels(teacher[1])
     heads = HeadStates.of((tokens, of_teacher), both, request)
-    for state, lse in zip(heads.states, (mixture.lse, mixture.teacher_lse), strict=True):
-        _start_from(state, lse, order)
+    wide = is_wide(both[0].weight) or is_wide(both[1].weight)
+    lses = zip(heads.states, (mixture.lse, mixture.teacher_lse), strict=True)
+    states = [_starting_from(state, lse, order, wide) for state, lse in lses]
+    heads = replace(heads, student=states[0], teacher=states[1])
     launch = heads.student.alone()
     heads.launch(launch, rule.threshold)
     student = merged_state(heads.student, launch, 1, order, order_as)
@@ -64,11 +67,21 @@ def jsd_of_heads(
     return TeacherStats(stats, mixture.teacher_lse, parts[:2], marks)
 
 
-def _start_from(state: ForwardState, lse: Tensor, order: Tensor | None) -> None:
-    """Makes lse [N] the reference of all sums of the tokens that count."""
+def _starting_from(
+    state: ForwardState, lse: Tensor, order: Tensor | None, wide: bool
+) -> ForwardState:
+    """Returns the state with lse [N] as the reference of all sums of the tokens that count. Args:
+    wide: as WIDE of `teacher_forward_kernel`."""
     lse = lse if order is None else lse.index_select(0, order)
-    lower = state.buffers.lower[: len(lse)]
-    lower.copy_(torch.where(state.counts, lse * LOG2E.value, lower))
+    number, counts, lower = len(lse), state.counts, state.buffers.lower
+    if wide:
+        near, rest = split_lse(lse.double())
+        lower = torch.stack([lower, torch.full_like(lower, HIGHEST.value), torch.zeros_like(lower)])
+        lower[1, :number] = near.where(counts, HIGHEST.value)
+        lower[2, :number] = rest.where(counts, 0)
+        lower = lower.view(-1)
+    lower[:number] = torch.where(counts, lse * LOG2E.value, lower[:number])
+    return replace(state, buffers=replace(state.buffers, lower=lower))
 
 
 def _parts_of(heads: HeadStates, launch: ForwardLaunch) -> Tensor:

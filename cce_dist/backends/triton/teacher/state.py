@@ -16,7 +16,7 @@ from torch import Tensor
 from cce_dist.backends.protocol import ColumnFilter, ForwardRequest
 from cce_dist.backends.triton.filter.marks import Marks, MassFactors, marks_of
 from cce_dist.backends.triton.forward.hopper import Groups, num_groups
-from cce_dist.backends.triton.forward.operands import EightBit, ForwardLaunch
+from cce_dist.backends.triton.forward.operands import EightBit, Finished, ForwardLaunch
 from cce_dist.backends.triton.forward.shares import mass_factors
 from cce_dist.backends.triton.forward.state import ForwardState
 from cce_dist.backends.triton.forward.targets import Placed, add_targets, start_products
@@ -32,6 +32,7 @@ from cce_dist.backends.triton.launch.tiles import (
 )
 from cce_dist.backends.triton.screened.quantize import Sums
 from cce_dist.backends.triton.teacher.eight_bits import TeacherInEightBits
+from cce_dist.core.stats import Stats, split_lse
 from cce_dist.core.types import Head, Tokens, Wanted
 from cce_dist.options import TOKEN_BLOCK, Screen
 
@@ -45,7 +46,8 @@ STAGES = 3
 class MergedState:
     """One model's splits, merged."""
 
-    lse: Tensor  # [N_padded] in the order of the blocks
+    lse: Tensor  # [N_padded] in the order of the blocks; float64 of fp32 inputs
+    lse_of_tokens: Tensor  # [N] the same in the caller's order
     placed: Placed
     mass: Tensor
     factors: MassFactors
@@ -70,9 +72,10 @@ def merged_state(
         if beside is not None:
             heads, of_student = beside
             student = of_student.of_targets, heads.student.head
-            divergence = heads.divergence(last, of_student.lse, finished.lse)
+            divergence = heads.divergence(last, of_student.lse, _whole(finished))
             if heads.eight is not None:
-                heads.eight.correct(*heads.states, of_student.lse, finished, divergence[0])
+                lse = of_student.lse.float()
+                heads.eight.correct(*heads.states, lse, finished, divergence[0])
         if beside is not None and beside[0].reverse:
             # Its masses are sums of the student's probabilities.
             factors = beside[1].factors
@@ -83,8 +86,27 @@ def merged_state(
     placed = add_targets(state, finished, of_targets, order, order_as, student)
     mass = state.buffers.mass
     assert mass is not None and placed.log_dropped is not None and placed.seed is not None
+    lse = _whole(finished)
+    of_caller = placed.lse
+    if finished.lse_rest is not None:
+        of_caller = lse[: len(of_caller)]
+        if order is not None:
+            of_caller = torch.empty_like(of_caller).scatter_(0, order, of_caller)
     of_tokens = placed.log_dropped, placed.seed, of_targets, divergence
-    return MergedState(finished.lse, placed, mass, factors, *of_tokens)
+    return MergedState(lse, of_caller, placed, mass, factors, *of_tokens)
+
+
+def stats_of(student: MergedState) -> Stats:
+    lse, rest = student.lse_of_tokens, None
+    if lse.dtype == torch.float64:
+        lse, rest = split_lse(lse)
+    return Stats(lse, student.placed.target_logit, lse_rest=rest)
+
+
+def _whole(finished: Finished) -> Tensor:
+    """Returns lse with its rest, in float64 if it has one."""
+    lse, rest = finished.lse, finished.lse_rest
+    return lse if rest is None else lse.double() + rest
 
 
 @dataclass(frozen=True)
@@ -273,7 +295,8 @@ class HeadStates:
             for state in self.far_and_near
         ]
         padded, block = self.student.packed.shape[0], 128
-        out = torch.empty_like(lse), torch.empty_like(lse) if self.reverse else lse
+        new = self.student.buffers.lower.new_empty
+        out = new(padded), new(padded) if self.reverse else lse
         lses = (teacher_lse, lse) if self.reverse else (lse, teacher_lse)
         start(divergence_kernel, (triton.cdiv(padded, block),))(
             self.student.count,

@@ -471,6 +471,12 @@ def compile_tiles() -> None:
             kernels.add_sums(tile, tile, 16, torch.zeros(number, 2), of_all)
             kernels.merge(torch.zeros(2, number, 2))
             kernels.merge_messages(torch.zeros(2, 9 + 2 * number), number)
+        # Sums of fp32 inputs.
+        lse, number = vector.double(), torch.zeros(5, 2, dtype=torch.float64)
+        kernels.add_sums(tile, tile, 16, number, targets)
+        kernels.add_terms(tile, tile, 16, (lse, lse), torch.zeros(2, 2))
+        at = (tile.clone(), tile, None, 16, targets, (lse, lse, vector, lse), (vector, vector))
+        kernels.gradient(*at, 0.5, None, torch.float32)
     for full in (None, vector[:1]):
         TileKernels("jsd", 0.3, 2.0).pack(torch.zeros(3, 2), full, [0] * 8)
         for some, dtype in ((None, torch.bfloat16), (vector, torch.float32)):

@@ -3,7 +3,13 @@
 import triton
 import triton.language as tl
 
-from cce_dist.backends.triton.kernels.numbers import LEAST_NORMAL, LOG2E, exp2_of, fast_log2
+from cce_dist.backends.triton.kernels.numbers import (
+    LEAST_NORMAL,
+    LOG2E,
+    LOG2E_FP32,
+    exp2_of,
+    fast_log2,
+)
 
 
 @triton.jit
@@ -28,7 +34,7 @@ def divergence_kernel(
     shape_ptr,  # [3] int32: blocks and splits
     state_ptr,  # [4, size]: see `teacher_forward_kernel`
     teacher_ptr,  # [4, size]
-    lse_ptr,  # [N] natural log, over all splits
+    lse_ptr,  # [N] natural log, over all splits; float64 of fp32 inputs
     teacher_lse_ptr,  # [N]
     divergence_ptr,  # [N] nats: out, 0 for tokens that don't count
     difference_ptr,  # [N] see `Marks.of_dropped`: out, if IS_REVERSE
@@ -44,8 +50,8 @@ def divergence_kernel(
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     counts = tokens < tl.load(count_ptr)
     stride = tl.load(shape_ptr) * TOKENS
-    lse = tl.load(lse_ptr + tokens, mask=counts, other=0.0) * LOG2E
-    teacher_lse = tl.load(teacher_lse_ptr + tokens, mask=counts, other=0.0) * LOG2E
+    lse = tl.load(lse_ptr + tokens, mask=counts, other=0.0) * LOG2E_FP32
+    teacher_lse = tl.load(teacher_lse_ptr + tokens, mask=counts, other=0.0) * LOG2E_FP32
     # Beside another rank's columns these may underflow: the log ratios, relative to a finite
     # reference, do not. Ids that the student masks have made their sum infinite.
     lse = tl.where(lse == float("-inf"), 0.0, lse)
@@ -57,6 +63,7 @@ def divergence_kernel(
         mass = tl.load(teacher_ptr + at + size, mask=counts, other=0.0)
         shift = tl.load(teacher_ptr + at, mask=counts, other=0.0) - teacher_lse
         log_shares = shift - (tl.load(state_ptr + at, mask=counts, other=0.0) - lse)
+        shift, log_shares = shift.to(tl.float32), log_shares.to(tl.float32)
         part = tl.load(teacher_ptr + at + 3 * size, mask=counts, other=0.0) + mass * log_shares
         # A split where the teacher has no mass has a reference of no meaning. 0 times infinity
         # would be NaN; NaN of hidden states stays.

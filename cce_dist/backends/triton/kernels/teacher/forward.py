@@ -21,6 +21,8 @@ from cce_dist.backends.triton.kernels.numbers import (
     exp2_in,
     exp2_of,
     load_tile,
+    log2_above,
+    log2_probability,
     partial_sums,
     softcapped,
     whole_sum,
@@ -151,6 +153,27 @@ def raise_both(total, dropped, ref, sums, state_ptrs, teacher_ptrs, size, IS_REV
 
 
 @triton.jit
+def above_reference(x, ref, lse_ptrs, N, WIDE: tl.constexpr, IS_JSD: tl.constexpr):
+    """Returns logits minus `ref`, log2. Args: x: in log2, or natural if WIDE; lse_ptrs: of
+    `teacher_forward_kernel`'s lower_ptr, behind the references."""
+    if not WIDE:
+        return x - ref[None, :]
+    elif IS_JSD:
+        # With the backward's bits: a difference of the mean log ratio would be in all gradients.
+        lse, rest = tl.load(lse_ptrs), tl.load(lse_ptrs + N)
+        return log2_probability(x, lse[None, :], rest[None, :], WIDE)
+    else:
+        return log2_above(x, ref[None, :])
+
+
+@triton.jit
+def raised_to(x, ref, WIDE: tl.constexpr):
+    """Returns the larger of `ref` and a tile's largest logits, log2. Args: x: natural if WIDE."""
+    top = tl.max(x, 0)
+    return tl.maximum(top * LOG2E if WIDE else top, ref)
+
+
+@triton.jit
 def reference_of(total, state_ptrs, size):
     """Returns log2 of a model's sum so far, not below its reference."""
     whole = whole_sum(total) + tl.load(state_ptrs + size)
@@ -158,11 +181,12 @@ def reference_of(total, state_ptrs, size):
 
 
 @triton.jit
-def ratios_of(x, y, q, p, beta, IS_JSD: tl.constexpr):
+def ratios_of(x, y, q, p, beta, WIDE: tl.constexpr, IS_JSD: tl.constexpr):
     """Returns the second model's exponentials p times their log ratios to the first model's, and
     these, q; if IS_JSD both times their log ratios to the mixture."""
     if IS_JSD:
-        log_m = log_mixture(q, p, beta)
+        # If WIDE as the backward's kernels: see `above_reference`.
+        log_m = log_mixture(tl.exp2(x) if WIDE else q, tl.exp2(y) if WIDE else p, beta)
         return tl.where(p > 0, p * (y - log_m), 0.0), tl.where(q > 0, q * (x - log_m), 0.0)
     else:
         return tl.where(p > 0, p * (y - x), 0.0), q
@@ -180,8 +204,8 @@ def teacher_forward_kernel(
     token_ptr,  # [2, N] fp32
     count_ptr,  # [1] int32: tokens that count
     shape_ptr,  # [3] int32: see `forward_kernel`
-    lower_ptr,  # [N]
-    teacher_lower_ptr,  # [N]
+    lower_ptr,  # [N]; if IS_JSD and WIDE [3, N]: behind it the natural lse and its rest
+    teacher_lower_ptr,  # the same of the teacher
     # [SLOTS, 4, size]: see `forward_kernel`; its last field is that of `teacher_ptr` over the
     # columns that are dropped, times softcap', if IS_REVERSE; if IS_JSD its second one is the first
     # model's KL to the mixture, log2: out
@@ -274,8 +298,8 @@ def teacher_forward_kernel(
             IS_REVERSE,
         )  # fmt: skip
     threshold = keep * (tl.minimum(count - block * BLOCK_N, BLOCK_N) / BLOCK_N)
-    factor = scale * LOG2E
-    teacher_factor = teacher_scale * LOG2E
+    factor = scale if WIDE else scale * LOG2E
+    teacher_factor = teacher_scale if WIDE else teacher_scale * LOG2E
     total = tl.zeros((8, 8, BLOCK_N), tl.float32)
     dropped = total
     teacher_total = total
@@ -315,17 +339,17 @@ def teacher_forward_kernel(
             ref = tl.load(state_ptrs)
             teacher_ref = tl.load(teacher_ptrs)
             if IS_ROBUST:
-                ref = tl.maximum(tl.max(x, 0), ref)
-                teacher_ref = tl.maximum(tl.max(y, 0), teacher_ref)
+                ref = raised_to(x, ref, WIDE)
+                teacher_ref = raised_to(y, teacher_ref, WIDE)
                 total, dropped, teacher_total, teacher_dropped = raise_both(
                     total, dropped, ref, (teacher_total, teacher_dropped, teacher_ref), state_ptrs,
                     teacher_ptrs, size, IS_REVERSE,
                 )  # fmt: skip
-            x -= ref[None, :]
-            y -= teacher_ref[None, :]
+            x = above_reference(x, ref, lower_ptr + N + rows, N, WIDE, IS_JSD)
+            y = above_reference(y, teacher_ref, teacher_lower_ptr + N + rows, N, WIDE, IS_JSD)
             q = exp2_in(x, WIDE)
             p = exp2_in(y, WIDE)
-            ratios, of_first = ratios_of(x, y, q, p, beta, IS_JSD)
+            ratios, of_first = ratios_of(x, y, q, p, beta, WIDE, IS_JSD)
             total += partial_sums(of_first, BLOCK_V, BLOCK_N)
             teacher_total += partial_sums(p, BLOCK_V, BLOCK_N)
             add_to(teacher_ptrs + 3 * size, tl.sum(ratios, 0))

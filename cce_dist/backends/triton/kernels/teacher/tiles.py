@@ -1,6 +1,7 @@
 """Tiles of two models' logits: sums of each token, and the gradient by the student's logits.
 
 A program has one token's columns, some at a time. Numbers are natural logarithms, as eager torch's.
+A token's sums are fp32; float64 if a model has fp32 inputs.
 """
 
 import triton
@@ -21,6 +22,18 @@ def finite(lse):
 def log_add(a, b):
     top = finite(tl.maximum(a, b))
     return top + tl.log(tl.exp(a - top) + tl.exp(b - top))
+
+
+@triton.jit
+def log_probability(x, lse):
+    """Computes x - lse in fp32, with the digits that lse has beyond it in float64."""
+    if lse.dtype == tl.float64:
+        near = lse.to(tl.float32)
+        # An infinite lse has no rest.
+        rest = tl.where(tl.abs(near) < float("inf"), lse - near, 0.0)
+        return (x - near) - rest.to(tl.float32)
+    else:
+        return x - lse
 
 
 @triton.jit
@@ -77,7 +90,7 @@ def over_lanes(top, total):
 @triton.jit
 def part_of_kl(part, near, far, whole_near, whole_far):
     """Computes a part's share of the merged KL: see `Divergences.merge`."""
-    share = tl.exp(near - finite(whole_near))
+    share = tl.exp(near - finite(whole_near)).to(tl.float32)
     ratio = part + (near - finite(far)) - (whole_near - finite(whole_far))
     return tl.where(share == 0, 0.0, share * ratio)
 
@@ -87,7 +100,7 @@ def tile_sums_kernel(
     z_ptr,  # [n, columns] fp32, the student's logits at temperature 1
     y_ptr,  # [n, columns] fp32, the teacher's
     target_ptr,  # [n] int64, within the shard; below 0: of another shard
-    sums_ptr,  # [3 or 5, n] fp32 over the tiles so far, rows as of `FirstPass`: in and out
+    sums_ptr,  # [3 or 5, n] over the tiles so far, rows as of `FirstPass`: in and out
     first,  # column of the shard; 0: there are no tiles before
     num_columns,
     stride_z,
@@ -125,6 +138,8 @@ def tile_sums_kernel(
             top_z, sum_z, _, _, _ = raised(top_z, sum_z, z)
     largest_a, total_a, factor_a = over_lanes(top_a, sum_a)
     largest_y, total_y, factor_y = over_lanes(top_y, sum_y)
+    whole = sums_ptr.dtype.element_ty
+    total_a, total_y = total_a.to(whole), total_y.to(whole)
     student, teacher = largest_a + tl.log(total_a), largest_y + tl.log(total_y)
     student_before = tl.load(student_ptr, mask=is_later, other=float("-inf"))
     teacher_before = tl.load(teacher_ptr, mask=is_later, other=float("-inf"))
@@ -158,7 +173,7 @@ def tile_sums_kernel(
         lse_ptr, target_logit_ptr = kl_ptr + stride_sums, kl_ptr + 2 * stride_sums
         largest, total_z, _ = over_lanes(top_z, sum_z)
         before = tl.load(lse_ptr, mask=is_later, other=float("-inf"))
-        tl.store(lse_ptr, log_add(before, largest + tl.log(total_z)))
+        tl.store(lse_ptr, log_add(before, largest + tl.log(total_z.to(whole))))
         target = tl.load(target_ptr + row) - first
         is_here = (target >= 0) & (target < num_columns)
         logit = tl.load(z_ptr + row * stride_z + target, mask=is_here, other=0.0)
@@ -206,7 +221,8 @@ def tile_terms_kernel(
     of_teacher, means = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, num_columns, BLOCK):
         z, y = load_columns(z_ptr, y_ptr, start + lanes, num_columns, stride_z, stride_y)
-        log_q, log_p = z * over_temperature - student, y * over_temperature - teacher
+        log_q = log_probability(z * over_temperature, student)
+        log_p = log_probability(y * over_temperature, teacher)
         q, p = tl.exp(log_q), tl.exp(log_p)
         if KIND == TVD:
             slope = slope_of(log_q, log_p, beta, log_rest, log_odds, KIND)
@@ -268,7 +284,8 @@ def tile_gradient_kernel(
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         z, y = load_columns(z_ptr, y_ptr, columns, num_columns, stride_z, stride_y)
-        log_q, log_p = z * over_temperature - student, y * over_temperature - teacher
+        log_q = log_probability(z * over_temperature, student)
+        log_p = log_probability(y * over_temperature, teacher)
         q = tl.exp(log_q)
         if KIND == FORWARD_KL:
             grad = q - tl.exp(log_p)
@@ -277,7 +294,8 @@ def tile_gradient_kernel(
             grad = tl.where(q == 0, 0.0, q * (slope - mean))
         grad *= upstream
         if HAS_NLL:
-            grad += tl.exp(z - lse) * factor - tl.where(columns == target, factor, 0.0)
+            p = tl.exp(log_probability(z, lse))
+            grad += p * factor - tl.where(columns == target, factor, 0.0)
         inside = columns < num_columns
         if HAS_SLOPE:
             grad *= tl.load(slope_ptr + row * stride_slope + columns, mask=inside, other=0.0)
