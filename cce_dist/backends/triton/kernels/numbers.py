@@ -95,7 +95,11 @@ def log2_above(z, ref):
 def log2_probability(z, lse, rest, WIDE: tl.constexpr):
     """Returns log2 of a probability. z and lse are in log2; or if WIDE natural, whose difference is
     as exact as they are, and `rest` is `Stats.lse_rest`."""
-    return (z - lse - rest) * LOG2E if WIDE else z - lse
+    if WIDE:
+        # Rounded here: the compiler would fuse a product with what follows, in some binaries.
+        return tl.fma(z - lse - rest, LOG2E, 0.0)
+    else:
+        return z - lse
 
 
 @triton.jit
