@@ -21,7 +21,13 @@ from cce_dist.backends.protocol import (
     Room,
 )
 from cce_dist.core.types import Head, Tokens, Wanted
-from cce_dist.options import SCREENED_BYTES_PER_TOKEN, LossOptions, Screen
+from cce_dist.options import (
+    FULL_ORDER,
+    SCREENED_BYTES_PER_TOKEN,
+    TOKEN_BLOCK,
+    LossOptions,
+    Screen,
+)
 from cce_dist.ranks.gather import (
     defer_gather_tokens,
     gather_bounds,
@@ -46,6 +52,7 @@ class Plan:
     backend: Backend
     wanted: Wanted
     threshold: float  # of the filter; 0 keeps every column
+    keeps_flat: bool = False  # as of `ColumnFilter`
     shares_device: bool = False  # kernels that wait for other ranks are on the device
     backward_is_next: bool = False  # the forward's logits are then not kept for long
     sums_nll: bool = False  # the backend's `LossKernels` may compute the loss
@@ -90,8 +97,10 @@ class Plan:
         options = self.options
         if not self.filters or not (score or options.logits == "screened"):
             return None
-        by_largest = options.filter.eps is not None
-        return ColumnFilter(self.threshold, by_largest, options.filter.tail, options.draws)
+        rule = options.filter
+        return ColumnFilter(
+            self.threshold, rule.eps is not None, rule.tail, options.draws, self.keeps_flat
+        )
 
     def room(self, tokens: Tokens, head: Head) -> Room:
         return self.room_of(len(tokens), head)
@@ -232,13 +241,18 @@ def plan_of(
         and not backend.gains_by_screening(num_tokens, share, hidden.shape[-1])
     ):
         options = _with_full_logits(options)
-    threshold = options.filter.threshold(
-        str(hidden.dtype).removeprefix("torch."),
-        shard.vocab_size,
-        ordered_tokens=num_tokens if backend.traits.orders_tokens else None,
+    orders = backend.traits.orders_tokens
+    threshold, of_many = (
+        options.filter.threshold(
+            str(hidden.dtype).removeprefix("torch."),
+            shard.vocab_size,
+            ordered_tokens=number if orders else None,
+        )
+        for number in (num_tokens, max(num_tokens, FULL_ORDER))
     )
+    flat = (TOKEN_BLOCK if options.filter.eps is None else 1) / shard.vocab_size
     wanted = wanted_of(options, entropy=entropy)
-    return Plan(options, shard, group, backend, wanted, threshold)
+    return Plan(options, shard, group, backend, wanted, threshold, keeps_flat=of_many <= flat)
 
 
 @functools.cache

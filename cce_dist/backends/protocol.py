@@ -84,6 +84,7 @@ class ColumnFilter:
     by_largest: bool  # the score is the largest probability of one token, not the block's mass
     tail: bool  # the product of their marginals stands in for the dropped columns
     draws: bool  # drawn columns stand in for other dropped columns in the hidden gradient
+    keeps_flat: bool = False  # it keeps all columns of a flat softmax, however many tokens
 
 
 @dataclass(frozen=True)

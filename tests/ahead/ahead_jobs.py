@@ -123,7 +123,9 @@ def compare(calls: HeadCalls) -> dict[str, Any]:
     return {"keys": len(first), **{way: sorted(first ^ keys) for way, keys in others.items()}}
 
 
-def late(calls: HeadCalls, device: Device) -> list[tuple[int, str]]:
+def late(
+    calls: HeadCalls, device: Device, sizes: tuple[int, ...] = (700, 8192, 144, 1)
+) -> list[tuple[int, str]]:
     """Returns the kernels that launches are the first to ask for, of calls of several sizes."""
     launch_start._compiled.clear()
     keys: set[Key] = set()
@@ -135,14 +137,15 @@ def late(calls: HeadCalls, device: Device) -> list[tuple[int, str]]:
         keys.add((fn.name, key))
         return True
 
-    (_, shard), (options,) = calls.shards()[0], calls.trained
+    _, shard = calls.shards()[0]
     with (
         stand_in(device),
         tensors_without_memory(),
         mock.patch.object(knobs.runtime, "jit_cache_hook", note),
     ):
-        for number in (700, 8192, 144, 1):
-            replace(calls, num_tokens=number)._call(shard, None, options)
+        for options in calls.trained:
+            for number in sizes:
+                replace(calls, num_tokens=number)._call(shard, None, options)
     assert keys
     return found
 
@@ -190,6 +193,15 @@ def check(cache: str) -> None:
     found["kept, of wide states"] = late(wide, DEVICES[90])
     products = replace(SMALL, dtype=torch.float16, trained=(COMPILED_TOGETHER[PRODUCTS],))
     found["three products, fp16"] = late(products, DEVICES[90])
+    # Where lists may be long: a mean's sums behind the tail's, no room for a chunk, and a rule that
+    # drops a flat softmax before one that keeps it.
+    rules = LossOptions(filter=Filter(keep=8.0)), LossOptions()
+    smoothing = (LossOptions(label_smoothing=0.1),)
+    found["smoothing"] = late(replace(SMALL, trained=smoothing), DEVICES[90])
+    found["another rule"] = late(replace(SMALL, trained=rules), DEVICES[90])
+    default = torch.bfloat16, 256, (LossOptions(),)
+    found["beyond the workspace"] = late(HeadCalls(32000, 4096, *default), DEVICES[90])
+    found["few tokens last"] = late(HeadCalls(128256, 2048, *default), DEVICES[90], (8192, 700, 1))
     reports = compile_four_times(Path(cache))
     print(json.dumps({"compared": compared, "late": found, "reports": reports}, default=str))
 

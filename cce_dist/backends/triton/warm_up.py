@@ -27,13 +27,7 @@ from cce_dist.backends.protocol import (
 from cce_dist.backends.triton import grads as triton_grads
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits, tiles_in
 from cce_dist.backends.triton.filter.lists import ListedLogits
-from cce_dist.backends.triton.filter.marks import (
-    Marks,
-    blocks_padded,
-    keep,
-    keeps_flat,
-    order_dtype,
-)
+from cce_dist.backends.triton.filter.marks import Marks, blocks_padded, keep, order_dtype
 from cce_dist.backends.triton.launch.start import compile_together
 from cce_dist.backends.triton.launch.tiles import tiles_for
 from cce_dist.backends.triton.stats import forward
@@ -83,7 +77,6 @@ def warm_up(
         *_traits(tokens, head),
         *(None if teacher is None else _traits(*teacher), tokens.scale is None),
         *(request.wanted, request.screen, type(store), rule and replace(rule, threshold=1.0)),
-        rule is not None and keeps_flat(rule, head.vocab_size),
         *(request.reverse, request.mixture is not None),
         *(kind, replace(backward, hidden=None)),
         *(num_blocks > 1, order_dtype(len(tokens)), blocks_padded(num_blocks)),

@@ -88,13 +88,13 @@ def products_of_every_column(state: BackwardState, grads: GradBuffers) -> Callab
 def gather_hidden(
     state: BackwardState, out: Tensor, if_long: tuple[Tensor, Tensor] | None = None
 ) -> None:
-    """Packs the hidden states in the order of the blocks. Tokens that don't count have d_logits of
-    0, and some counting token's hidden state.
+    """Packs the hidden states in the order of the blocks. Tokens that don't count get the hidden
+    state of a token that counts; their d_logits are 0.
 
     Args:
         out: [N_padded, D], written.
-        if_long: `Lists.num_chunks`, and [1] int32, to which the tokens that count are written.
-            Where lists are not too long, nothing is packed, and -1 is written. None: always packs.
+        if_long: `Lists.num_chunks`, and [1] int32, written: packs only if lists are too long, and
+            writes the number of tokens that count; else writes -1. None: always packs.
     """
     block = TOKEN_BLOCK if interpreted() else 16
     num_chunks, count_if_long = if_long or (state.count, state.count)

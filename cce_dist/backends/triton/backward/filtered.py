@@ -97,14 +97,16 @@ def _filtered_products(
     state: BackwardState, lists: Lists, grads: GradBuffers, shares_device: bool
 ) -> Callable[[int], None]:
     memory = FilteredMemory.of(state, lists)
-    launch_if_long = None
-    if lists.may_be_long:
-        in_place = memory.workspace, memory.queue_if_long
-        launch_if_long = products_if_long(state, lists, grads, *in_place)
     residents = state.tiles.residents
     programs = num_programs(state.weight) * (1 if interpreted() else residents)
     if shares_device and not interpreted():
         programs = max(programs - LEFT_TO_OTHERS * residents, programs // 2)
+    launch_if_long = None
+    if lists.may_be_long:
+        left = num_programs(state.weight) - programs // residents
+        launch_if_long = products_if_long(
+            state, lists, grads, memory.workspace, memory.queue_if_long, left
+        )
 
     def launch(stage: int) -> None:
         if stage == AFTER_HIDDEN:

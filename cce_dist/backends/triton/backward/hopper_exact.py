@@ -10,7 +10,7 @@ from collections.abc import Callable
 import triton
 from torch import Tensor
 
-from cce_dist.backends.triton.backward.hopper_fit import ROWS, tokens_in_pairs
+from cce_dist.backends.triton.backward.hopper_fit import ROWS, round_to_pairs
 from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.filter.kept_logits import tiles_in
 from cce_dist.backends.triton.forward.hopper import layout_of
@@ -39,9 +39,9 @@ LEFT_TO_COLLECTIVES = 32
 def new_chunk(state: BackwardState, most_tiles: int | None) -> Tensor:
     """Makes the memory of a chunk's d_logits.
 
-    Args: most_tiles: of ROWS columns; None: as many as the workspace holds.
+    Args: most_tiles: the most tiles of ROWS columns; None: as many as the workspace holds.
     """
-    weight, tokens = state.weight, tokens_in_pairs(state.num_blocks)
+    weight, tokens = state.weight, round_to_pairs(state.num_blocks)
     if most_tiles is None:
         most_tiles = max(1, tiles_in(int(SHARE * state.room), weight, tokens))
     return weight.new_empty(tokens, min(most_tiles, triton.cdiv(weight.shape[0], ROWS)) * ROWS)
@@ -54,6 +54,7 @@ def products_on_hopper(
     chunk: Tensor,
     queue: Tensor,
     count: Tensor,
+    left: int = 0,
 ) -> Callable[[int], None]:
     """Prepares SDD, DSD and DDS of all columns.
 
@@ -62,12 +63,13 @@ def products_on_hopper(
         chunk: [tokens, columns] memory of a chunk's d_logits: see `new_chunk`.
         queue: [8] int32 zeros.
         count: [1] int32: tokens that count; -1: nothing is computed.
+        left: multiprocessors that are left to other kernels.
     Returns: a function that launches a stage of them.
     """
 
     def launch(stage: int) -> None:
-        left = LEFT_TO_COLLECTIVES if stage == AFTER_HIDDEN else 0
-        programs = max(1, num_programs(state.weight) - left)
+        others = LEFT_TO_COLLECTIVES if stage == AFTER_HIDDEN else 0
+        programs = max(1, num_programs(state.weight) - max(left, others))
         _launch(state, grads, hidden, chunk, queue, count, stage, programs)
 
     return launch
@@ -90,7 +92,7 @@ def _launch(
     # A descriptor stores no other dtype than the shared memory's.
     copies = into is not None and into.dtype == weight.dtype and takes_tma(into)
     sums = per_token.factors if grads.hidden is None else grads.hidden.flatten(0, 1)
-    # Those of a filter's tail come first.
+    # The sums of a filter's tail come before the mean's.
     sums_of_mean = (None, None) if state.mean is None else (state.sums, state.bias_sums)
     start(hopper_exact_kernel, (programs,))(
         *descriptors,

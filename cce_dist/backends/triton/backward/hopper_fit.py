@@ -1,4 +1,4 @@
-"""Where the kernel of `exact` for Hopper runs, and the memory that it takes."""
+"""The conditions and the memory of Hopper's kernel for `exact`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cce_dist.options import TOKEN_BLOCK
 
 # As in kernels/backward/exact_schedule.py: rows of a task's product.
 ROWS = 256
-# The fewest tiles of ROWS columns in a chunk, where the memory holds the packed hidden states too.
-# Each chunk is a pass over the hidden gradient.
+# The fewest tiles of ROWS columns in a chunk beside the packed hidden states: each chunk reads and
+# writes the whole hidden gradient.
 LEAST_TILES = 4
 
 
@@ -32,7 +32,7 @@ def runs_on_hopper(
     return num_groups(weight, tiles) == 2 and adds and not has_bias_alone
 
 
-def tokens_in_pairs(num_blocks: int) -> int:
+def round_to_pairs(num_blocks: int) -> int:
     """Rounds the tokens of all blocks up to whole pairs of blocks."""
     return triton.cdiv(num_blocks * TOKEN_BLOCK, ROWS) * ROWS
 
@@ -40,5 +40,5 @@ def tokens_in_pairs(num_blocks: int) -> int:
 def least_bytes(weight: Tensor, num_blocks: int) -> int:
     """Returns the bytes of the packed hidden states and of a chunk of LEAST_TILES."""
     tiles = min(LEAST_TILES, triton.cdiv(weight.shape[0], ROWS))
-    chunk = tokens_in_pairs(num_blocks) * tiles * ROWS
+    chunk = round_to_pairs(num_blocks) * tiles * ROWS
     return weight.element_size() * (num_blocks * TOKEN_BLOCK * padded_dim(weight) + chunk)

@@ -1,4 +1,4 @@
-"""Lists of most columns: to compute every column takes less time then, and the device decides.
+"""Lists that hold most columns: the device computes every column instead, which takes less time.
 
 A flat softmax, as in the first steps of training, keeps all columns of a small vocabulary. The
 kernels of the lists then do nothing, and `hopper_exact_kernel` computes exact gradients in the
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cce_dist.backends.triton.backward.exact import gather_hidden
 from cce_dist.backends.triton.backward.hopper_exact import products_on_hopper
-from cce_dist.backends.triton.backward.hopper_fit import ROWS, least_bytes, tokens_in_pairs
+from cce_dist.backends.triton.backward.hopper_fit import ROWS, least_bytes, round_to_pairs
 from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.filter.lists import Lists
 from cce_dist.backends.triton.launch.arguments import padded_dim
@@ -24,25 +24,32 @@ from cce_dist.options import TOKEN_BLOCK
 
 
 def products_if_long(
-    state: BackwardState, lists: Lists, grads: GradBuffers, workspace: Tensor, queue: Tensor
+    state: BackwardState,
+    lists: Lists,
+    grads: GradBuffers,
+    workspace: Tensor,
+    queue: Tensor,
+    left: int,
 ) -> Callable[[int], None]:
     """Prepares the products of every column for the case that lists are too long.
 
     Args:
         workspace: of the lists, [.., 128], which the kernels of the lists do not use in that case.
         queue: [8] int32 zeros.
+        left: multiprocessors that are left to other kernels.
     Returns: a function that launches a stage of them.
     """
     weight, dim, memory = state.weight, padded_dim(state.weight), workspace.flatten()
-    least = least_bytes(weight, state.num_blocks) // weight.element_size()
-    # Before a first call kernels are compiled with less memory than a call has.
-    memory = memory if memory.numel() >= least else weight.new_empty(least)
-    padded, rows = state.num_blocks * TOKEN_BLOCK, tokens_in_pairs(state.num_blocks)
-    hidden, memory = memory[: padded * dim].view(padded, dim), memory[padded * dim :]
-    tiles = min(memory.numel() // rows // ROWS, triton.cdiv(weight.shape[0], ROWS))
-    chunk = memory[: rows * tiles * ROWS].view(rows, tiles * ROWS)
-    hidden, count = hidden[:, : weight.shape[1]], torch.empty_like(state.count)
-    launch_products = products_on_hopper(state, grads, hidden, chunk, queue, count)
+    least_numel = least_bytes(weight, state.num_blocks) // weight.element_size()
+    # While kernels are only compiled, the workspace may be that of a few tokens.
+    memory = memory if memory.numel() >= least_numel else weight.new_empty(least_numel)
+    padded, rows = state.num_blocks * TOKEN_BLOCK, round_to_pairs(state.num_blocks)
+    hidden = memory[: padded * dim].view(padded, dim)[:, : weight.shape[1]]
+    rest = memory[padded * dim :]
+    tiles = min(rest.numel() // rows // ROWS, triton.cdiv(weight.shape[0], ROWS))
+    chunk = rest[: rows * tiles * ROWS].view(rows, tiles * ROWS)
+    count = torch.empty_like(state.count)
+    launch_products = products_on_hopper(state, grads, hidden, chunk, queue, count, left)
 
     def launch(stage: int) -> None:
         if stage != AFTER_HIDDEN:

@@ -172,8 +172,8 @@ class BackwardState:
         return state
 
     def _every_column(self, request: BackwardRequest) -> tuple[Tensor, int] | None:
-        """Returns what `Lists.of` takes where the device may choose to compute every column."""
-        if not (self.kept and self.kept.keeps_flat) or request.teacher or self.listed:
+        """Returns `every_column` of `Lists.of`; None: the lists must do."""
+        if self.kept is None or not self.kept.keeps_flat or request.teacher is not None:
             return None
         if not runs_on_hopper(
             self.weight,

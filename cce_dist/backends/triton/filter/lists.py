@@ -27,8 +27,8 @@ from cce_dist.options import TOKEN_BLOCK
 TILE = 128
 # Of `sort_kernel`: columns of a program, values of a digit, and parts that it adds up at a time.
 PART, DIGITS, AT_ONCE = 1024, 256, 32
-# Of all columns of all token blocks, the share above which lists are too long: to compute every
-# column takes less time then.
+# Lists are too long if they hold more than this share of all pairs of a block and a column:
+# docs/notebook/2026-11-30/long-lists.md.
 LONG = 0.6
 
 
@@ -68,10 +68,12 @@ class Lists:
         draws: bool,
         every_column: tuple[Tensor, int] | None = None,
     ) -> Lists:
-        """Args:
-        room: bytes for a chunk's d_logits and lists.
-        every_column: where all columns can be computed instead, the number of tokens that
-            count, [1] int32, and the bytes of the workspace that it takes; else None.
+        """Lists the columns of each block.
+
+        Args:
+            room: bytes for a chunk's d_logits and lists.
+            every_column: the number of tokens that count, [1] int32, and the bytes that computing
+                every column takes; None: the lists must do.
         """
         num_columns, words = marks.kept.shape
         num_tiles = triton.cdiv(num_columns, TILE)
@@ -81,7 +83,7 @@ class Lists:
         tables += (1 + draws) * TILE // 8 * num_blocks * num_tiles
         tables += 64 * num_blocks * TOKEN_BLOCK
         max_rows, max_pairs = chunk_bounds(weight, num_blocks, num_tiles, room - tables)
-        # Before a first call kernels are compiled with less memory than a call has.
+        # While kernels are only compiled, the room may be that of a few tokens.
         most = math.inf if is_compiling_only() else max_rows * TOKEN_BLOCK * weight.element_size()
         count = every_column[0] if every_column is not None and every_column[1] <= most else None
         windows = max_rows - (TILE + step) * num_blocks, max_pairs - num_blocks
@@ -169,12 +171,12 @@ class Lists:
             num_tiles,
             num_blocks,
             *windows,
+            0.0 if count is None else LONG,
             BLOCK=1024,
             BLOCKS=padded,
             ROWS=step,
             SEGMENT=segment,
             TOKENS=TOKEN_BLOCK,
-            LONG=0.0 if count is None else LONG,
         )
 
 

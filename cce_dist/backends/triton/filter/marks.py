@@ -191,7 +191,7 @@ class KeptColumns:
     lse: Tensor  # [N]
     tail: bool
     draws: bool
-    keeps_flat: bool  # a flat softmax keeps all columns
+    keeps_flat: bool  # the rule keeps all columns of a flat softmax
 
     @property
     def dropped_mass(self) -> Tensor:
@@ -213,9 +213,4 @@ def keep(
 ) -> KeptColumns:
     """Returns the marks of the forward, which has already applied `rule`."""
     assert isinstance(scores, Marks)
-    return KeptColumns(scores, lse, rule.tail, rule.draws, keeps_flat(rule, head.vocab_size))
-
-
-def keeps_flat(rule: ColumnFilter, vocab_size: int) -> bool:
-    """Tells whether the rule keeps all columns of a flat softmax."""
-    return rule.threshold * vocab_size <= (1 if rule.by_largest else TOKEN_BLOCK)
+    return KeptColumns(scores, lse, rule.tail, rule.draws, rule.keeps_flat)

@@ -70,8 +70,8 @@ def _load(kernel: Any, device: torch.device) -> None:
 
 # Kernels whose compilation takes seconds, the longest first.
 LONGEST = (
-    *("filtered_kernel", "hopper_teacher_kernel", "hopper_forward_kernel", "forward_kernel"),
-    *("exact_columns_kernel", "hopper_exact_kernel", "exact_products_kernel"),
+    *("hopper_exact_kernel", "filtered_kernel", "hopper_teacher_kernel", "hopper_forward_kernel"),
+    *("forward_kernel", "exact_columns_kernel", "exact_products_kernel"),
     *("exact_logits_kernel", "sort_kernel", "marks_kernel", "similar_kernel"),
 )
 

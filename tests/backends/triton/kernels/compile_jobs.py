@@ -346,8 +346,9 @@ def compile_call(call: Call) -> None:
     elif call.keeps and call.exact:
         # Of fewer columns than there are: the others take a product.
         store = KeptLogits.make(head.weight, TOKENS, 2**19, None)
-    # Which keeps all columns of a flat softmax, so that lists may be long.
-    rule = ColumnFilter(0.0, by_largest=call.everything, tail=True, draws=not call.everything)
+    # Lists may be long.
+    by_largest = call.everything
+    rule = ColumnFilter(1.0, by_largest, tail=True, draws=not by_largest, keeps_flat=True)
     request = ForwardRequest(
         wanted=wanted,
         filter=None if call.exact else rule,

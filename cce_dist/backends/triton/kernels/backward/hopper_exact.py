@@ -283,8 +283,8 @@ def multiply_tasks(group, operands, FLAGS: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=["stage", "pieces", "num_rows", "chunk", "half"],
-    # Behind a filter's tail its memory starts anywhere.
-    do_not_specialize_on_alignment=["tail_bias_ptr"],
+    # They start behind a filter's tail, whose groups are more with more tokens.
+    do_not_specialize_on_alignment=["tail_ptr", "tail_bias_ptr"],
 )
 def hopper_exact_kernel(
     hidden_rows,  # [N, D] packed, a descriptor of SIDE x STEP

@@ -245,12 +245,12 @@ def chunks_kernel(
     num_blocks,
     rows_window,
     pairs_window,
+    long,  # share of all pairs of a block and a column above which lists are too long; 0: never
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,  # a power of two above num_blocks
     ROWS: tl.constexpr,  # a list starts at a multiple of it
     SEGMENT: tl.constexpr,  # entries of an SDD task
     TOKENS: tl.constexpr,  # of a block
-    LONG: tl.constexpr,  # share of the columns above which lists are too long; 0: never
 ):
     """Cuts the tiles into chunks, and computes each block's first row and first SDD task of a
     chunk; a program a chunk. Each program cuts all of them, and the first one writes the cuts.
@@ -285,12 +285,9 @@ def chunks_kernel(
         last += tl.sum(tl.where(place == chunk + 1, is_first * tile, 0), 0)
         number += tl.sum(is_first, 0)
         stop += tl.sum(used.to(tl.int32), 0)
-    num_chunks = number
-    if LONG > 0:
-        blocks = tl.cdiv(tl.load(count_ptr), TOKENS)
-        is_long = grand.to(tl.float32) > LONG * num_columns * blocks
-        num_chunks = tl.where(is_long, -1, number)
-    tl.store(num_chunks_ptr, num_chunks, mask=writes)
+    pairs = tl.cdiv(tl.load(count_ptr), TOKENS).to(tl.float32) * num_columns
+    is_long = (long > 0) & (grand.to(tl.float32) > long * pairs)
+    tl.store(num_chunks_ptr, tl.where(is_long, -1, number), mask=writes)
     tl.store(first_ptr + number, stop, mask=writes)
     if chunk >= number:
         return
