@@ -29,7 +29,7 @@ from cce_dist.backends.triton.filter.kept_logits import KeptLogits, tiles_in
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import Marks, blocks_padded, keep, order_dtype
 from cce_dist.backends.triton.launch.start import compile_together
-from cce_dist.backends.triton.launch.tiles import tiles_for
+from cce_dist.backends.triton.launch.tiles import is_wide, tiles_for
 from cce_dist.backends.triton.stats import forward
 from cce_dist.backends.triton.teacher.forward import forward_of_heads
 from cce_dist.backends.triton.tokens import loss
@@ -132,8 +132,10 @@ def _mixture_of_few(
     if mixture is None:
         return request, None
     alone = replace(request, filter=None, reverse=False, mixture=None)
-    lse = forward(few, head, alone)[0].lse
-    mixture = Mixture(mixture.beta, lse, forward(*teacher, alone)[0].lse)
+    lses = (forward(*model, alone)[0].lse for model in ((few, head), teacher))
+    if is_wide(head.weight) or is_wide(teacher[1].weight):
+        lses = (lse.double() for lse in lses)
+    mixture = Mixture(mixture.beta, *lses)
     return replace(request, mixture=mixture), mixture
 
 
