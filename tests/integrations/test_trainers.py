@@ -107,7 +107,7 @@ def test_trainer_with_lora_on_the_head(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     curves = []
     for patch in (False, True):
-        few = {"eval_strategy": "no", "save_strategy": "no", "learning_rate": 1e-2}
+        few = {"eval_strategy": "no", "save_strategy": "no", "learning_rate": 3e-2}
         trainer = trainer_of(tmp_path, **few)
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
         trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, config)
