@@ -96,8 +96,9 @@ def log2_probability(z, lse, rest, WIDE: tl.constexpr):
     """Returns log2 of a probability. z and lse are in log2; or if WIDE natural, whose difference is
     as exact as they are, and `rest` is `Stats.lse_rest`."""
     if WIDE:
-        # Rounded here: the compiler would fuse a product with what follows, in some binaries.
-        return tl.fma(z - lse - rest, LOG2E, 0.0)
+        # z may be a product with a scale, which the forward has rounded: unrounded, probabilities
+        # would not sum to 1. So is the result, which the compiler would fuse in some binaries.
+        return tl.fma(tl.fma(z, 1.0, 0.0) - lse - rest, LOG2E, 0.0)
     else:
         return z - lse
 
