@@ -27,6 +27,7 @@ pytest.importorskip("triton")
 from cce_dist.backends.triton.backward import long_lists
 from cce_dist.backends.triton.backward import state as backward_state
 from cce_dist.backends.triton.backward.exact import products_of_every_column
+from cce_dist.backends.triton.backward.hopper_exact import HopperMemory
 from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.filter.lists import Lists
 from cce_dist.backends.triton.launch import replay
@@ -54,16 +55,12 @@ TRAINABLE = {
 
 
 def stand_in(
-    state: BackwardState,
-    grads: GradBuffers,
-    hidden: Tensor,
-    chunk: Tensor,
-    queue: Tensor,
-    count: Tensor,
-    left: int,
+    state: BackwardState, grads: GradBuffers, memory: HopperMemory, left: int
 ) -> Callable[[int], None]:
     """Runs the portable kernels in place of Hopper's; they know no count of -1."""
-    assert queue.tolist() == [0] * 8 and len(hidden) <= len(chunk) and len(chunk) % 256 == 0
+    hidden, chunk, count = memory.hidden, memory.chunk, memory.count
+    assert memory.queue.tolist() == [0] * 8
+    assert len(hidden) <= len(chunk) and len(chunk) % 256 == 0
     assert chunk.shape[1] >= min(1024, -(-len(state.weight) // 256) * 256)
     launch_all = None
 
@@ -236,16 +233,10 @@ def test_each_played_call_decides_anew(place: Place, monkeypatch: pytest.MonkeyP
 
 
 def shown(
-    state: BackwardState,
-    grads: GradBuffers,
-    hidden: Tensor,
-    chunk: Tensor,
-    queue: Tensor,
-    count: Tensor,
-    left: int,
+    state: BackwardState, grads: GradBuffers, memory: HopperMemory, left: int
 ) -> Callable[[int], None]:
     """Writes the count of tokens to the weight's gradient."""
-    return lambda stage: grads.weight.copy_(count.expand_as(grads.weight))
+    return lambda stage: grads.weight.copy_(memory.count.expand_as(grads.weight))
 
 
 def in_two_stages(patch: pytest.MonkeyPatch, case: Case) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cce_dist.backends.triton.backward.hopper_exact import (
     LEFT_TO_COLLECTIVES,
+    HopperMemory,
     new_chunk,
     products_on_hopper,
 )
@@ -63,7 +64,8 @@ def products_of_every_column(state: BackwardState, grads: GradBuffers) -> Callab
     ):
         chunk = new_chunk(state, INVARIANT_TILES if state.invariant else None)
         queue = torch.zeros(8, dtype=torch.int32, device=weight.device)
-        return products_on_hopper(state, grads, hidden, chunk, queue, state.count)
+        memory = HopperMemory(hidden, chunk, queue, state.count)
+        return products_on_hopper(state, grads, memory)
     regions = list(_chunks(state))
     # A row of 16 bytes for each launch: pointers are aligned alike, so one binary serves all.
     queues = torch.zeros(len(regions) + 1, 4, dtype=torch.int32, device=weight.device)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import triton
 from torch import Tensor
@@ -15,11 +16,7 @@ from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.filter.kept_logits import tiles_in
 from cce_dist.backends.triton.forward.hopper import layout_of
 from cce_dist.backends.triton.launch.start import start
-from cce_dist.backends.triton.launch.tiles import (
-    AFTER_HIDDEN,
-    num_programs,
-    takes_tma,
-)
+from cce_dist.backends.triton.launch.tiles import AFTER_HIDDEN, num_programs, takes_tma
 from cce_dist.options import TOKEN_BLOCK
 
 # As in kernels/backward/exact_schedule.py: columns of a task's product.
@@ -47,46 +44,39 @@ def new_chunk(state: BackwardState, most_tiles: int | None) -> Tensor:
     return weight.new_empty(tokens, min(most_tiles, triton.cdiv(weight.shape[0], ROWS)) * ROWS)
 
 
+@dataclass(frozen=True)
+class HopperMemory:
+    """The kernel's memory, beside the operands of every backward."""
+
+    hidden: Tensor  # [N_padded, D] packed, in the order of the blocks
+    chunk: Tensor  # [tokens, columns] of a chunk's d_logits: see `new_chunk`
+    queue: Tensor  # [8] int32 zeros
+    count: Tensor  # [1] int32: tokens that count; -1: nothing is computed
+
+
 def products_on_hopper(
-    state: BackwardState,
-    grads: GradBuffers,
-    hidden: Tensor,
-    chunk: Tensor,
-    queue: Tensor,
-    count: Tensor,
-    left: int = 0,
+    state: BackwardState, grads: GradBuffers, memory: HopperMemory, left: int = 0
 ) -> Callable[[int], None]:
     """Prepares SDD, DSD and DDS of all columns.
 
-    Args:
-        hidden: [N_padded, D] packed, in the order of the blocks.
-        chunk: [tokens, columns] memory of a chunk's d_logits: see `new_chunk`.
-        queue: [8] int32 zeros.
-        count: [1] int32: tokens that count; -1: nothing is computed.
-        left: multiprocessors that are left to other kernels.
+    Args: left: multiprocessors that are left to other kernels.
     Returns: a function that launches a stage of them.
     """
 
     def launch(stage: int) -> None:
         others = LEFT_TO_COLLECTIVES if stage == AFTER_HIDDEN else 0
         programs = max(1, num_programs(state.weight) - max(left, others))
-        _launch(state, grads, hidden, chunk, queue, count, stage, programs)
+        _launch(state, grads, memory, stage, programs)
 
     return launch
 
 
 def _launch(
-    state: BackwardState,
-    grads: GradBuffers,
-    hidden: Tensor,
-    chunk: Tensor,
-    queue: Tensor,
-    count: Tensor,
-    stage: int,
-    programs: int,
+    state: BackwardState, grads: GradBuffers, memory: HopperMemory, stage: int, programs: int
 ) -> None:
     from cce_dist.backends.triton.kernels.backward.hopper_exact import hopper_exact_kernel
 
+    hidden, chunk = memory.hidden, memory.chunk
     weight, head, per_token, into = state.weight, state.head, state.per_token, grads.weight
     descriptors = [_describe(matrix, tile) for matrix in (hidden, weight, chunk) for tile in TILES]
     # A descriptor stores no other dtype than the shared memory's.
@@ -109,9 +99,9 @@ def _launch(
         state.or_dummy(grads.hidden),
         state.or_dummy(into),
         state.or_dummy(grads.bias),
-        count,
+        memory.count,
         per_token.grad_scale,
-        queue,
+        memory.queue,
         stage,
         state.pieces,
         state.num_tokens,

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from cce_dist.backends.triton.backward.exact import gather_hidden
-from cce_dist.backends.triton.backward.hopper_exact import products_on_hopper
+from cce_dist.backends.triton.backward.hopper_exact import HopperMemory, products_on_hopper
 from cce_dist.backends.triton.backward.hopper_fit import ROWS, least_bytes, round_to_pairs
 from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.filter.lists import Lists
@@ -39,21 +39,25 @@ def products_if_long(
         left: multiprocessors that are left to other kernels.
     Returns: a function that launches a stage of them.
     """
-    weight, dim, memory = state.weight, padded_dim(state.weight), workspace.flatten()
+    hidden, chunk = _places(state, workspace.flatten())
+    memory = HopperMemory(hidden, chunk, queue, torch.empty_like(state.count))
+    launch_products = products_on_hopper(state, grads, memory, left)
+
+    def launch(stage: int) -> None:
+        if stage != AFTER_HIDDEN:
+            gather_hidden(state, hidden, (lists.num_chunks, memory.count))
+        launch_products(stage)
+
+    return launch
+
+
+def _places(state: BackwardState, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the places of the packed hidden states and of a chunk's d_logits in the memory."""
+    weight, dim = state.weight, padded_dim(state.weight)
     least_numel = least_bytes(weight, state.num_blocks) // weight.element_size()
     # While kernels are only compiled, the workspace may be that of a few tokens.
     memory = memory if memory.numel() >= least_numel else weight.new_empty(least_numel)
     padded, rows = state.num_blocks * TOKEN_BLOCK, round_to_pairs(state.num_blocks)
-    hidden = memory[: padded * dim].view(padded, dim)[:, : weight.shape[1]]
-    rest = memory[padded * dim :]
+    hidden, rest = memory[: padded * dim].view(padded, dim), memory[padded * dim :]
     tiles = min(rest.numel() // rows // ROWS, triton.cdiv(weight.shape[0], ROWS))
-    chunk = rest[: rows * tiles * ROWS].view(rows, tiles * ROWS)
-    count = torch.empty_like(state.count)
-    launch_products = products_on_hopper(state, grads, hidden, chunk, queue, count, left)
-
-    def launch(stage: int) -> None:
-        if stage != AFTER_HIDDEN:
-            gather_hidden(state, hidden, (lists.num_chunks, count))
-        launch_products(stage)
-
-    return launch
+    return hidden[:, : weight.shape[1]], rest[: rows * tiles * ROWS].view(rows, tiles * ROWS)
