@@ -14,7 +14,7 @@ from cce_dist.backends.triton.kernels.numbers import (
     scale_across,
     softcapped,
 )
-from cce_dist.backends.triton.kernels.teacher.divergence import log_mixture
+from cce_dist.backends.triton.kernels.teacher.divergence import over_mixture
 
 # A screened forward stores exp2(logit - reference + STORED_SCALE) of each entry in fp16, which has
 # more digits of a probability than bf16, down to 2^-25.
@@ -304,10 +304,12 @@ def sdd_kept_task(
     own_log_p = log_p
     if HAS_TEACHER and HAS_ENTROPY:
         # The entropy is relative to the teacher, or to a mixture with it.
-        relative_to = of_other
         if IS_JSD:
-            relative_to = log_mixture(tl.exp2(relative_to), tl.exp2(own_log_p), teacher[9])
-        own_log_p -= relative_to
+            _, own_log_p = over_mixture(
+                of_other, log_p, tl.exp2(of_other), tl.exp2(log_p), teacher[9], WIDE
+            )
+        else:
+            own_log_p -= of_other
     if HAS_DRAWN:
         log_p += log2_times[:, None]
     p = exp2_in(log_p, WIDE)

@@ -29,6 +29,23 @@ def log_mixture(p, q, beta):
 
 
 @triton.jit
+def over_mixture(x, y, p, q, beta, WIDE: tl.constexpr):
+    """Returns log2(p / m) and log2(q / m) of the mixture m = beta p + (1 - beta) q.
+
+    Args: x, y: log2 of p and q. If WIDE the mixture is relative to the larger one: log2(m) itself
+        errs by the digits of a number far below 0, and the hardware's log2 by more.
+    """
+    if WIDE:
+        top = tl.maximum(x, y)
+        larger = tl.where(x > y, beta, 1.0 - beta)
+        log_m = tl.log2(larger + (1.0 - larger) * tl.exp2(tl.minimum(x, y) - top))
+        return (x - top) - log_m, (y - top) - log_m
+    else:
+        log_m = log_mixture(p, q, beta)
+        return x - log_m, y - log_m
+
+
+@triton.jit
 def divergence_kernel(
     count_ptr,  # [1] int32
     shape_ptr,  # [3] int32: blocks and splits

@@ -27,7 +27,7 @@ from cce_dist.backends.triton.kernels.numbers import (
     softcapped,
     whole_sum,
 )
-from cce_dist.backends.triton.kernels.teacher.divergence import log_mixture, score_of
+from cce_dist.backends.triton.kernels.teacher.divergence import over_mixture, score_of
 
 
 @triton.jit
@@ -185,9 +185,8 @@ def ratios_of(x, y, q, p, beta, WIDE: tl.constexpr, IS_JSD: tl.constexpr):
     """Returns the second model's exponentials p times their log ratios to the first model's, and
     these, q; if IS_JSD both times their log ratios to the mixture."""
     if IS_JSD:
-        # If WIDE as the backward's kernels: see `above_reference`.
-        log_m = log_mixture(tl.exp2(x) if WIDE else q, tl.exp2(y) if WIDE else p, beta)
-        return tl.where(p > 0, p * (y - log_m), 0.0), tl.where(q > 0, q * (x - log_m), 0.0)
+        of_first, of_second = over_mixture(x, y, q, p, beta, WIDE)
+        return tl.where(p > 0, p * of_second, 0.0), tl.where(q > 0, q * of_first, 0.0)
     else:
         return tl.where(p > 0, p * (y - x), 0.0), q
 

@@ -47,6 +47,13 @@ def mixture_terms(log_ratio, log_odds):
 
 
 @triton.jit
+def at_temperature(x, over_temperature):
+    """Computes a logit over the temperature, rounded. If a compiler fused the product with a
+    difference, in some kernels only, probabilities would not sum to 1."""
+    return tl.fma(x, over_temperature, 0.0)
+
+
+@triton.jit
 def load_columns(z_ptr, y_ptr, columns, num_columns, stride_z, stride_y):
     row, inside = tl.program_id(0).to(tl.int64), columns < num_columns
     z = tl.load(z_ptr + row * stride_z + columns, mask=inside, other=float("-inf"))
@@ -122,7 +129,7 @@ def tile_sums_kernel(
     ratios = nothing
     for start in range(0, num_columns, BLOCK):
         z, y = load_columns(z_ptr, y_ptr, start + lanes, num_columns, stride_z, stride_y)
-        a, y = z * over_temperature, y * over_temperature
+        a, y = at_temperature(z, over_temperature), at_temperature(y, over_temperature)
         before_a, before_y = sum_a, sum_y
         top_a, sum_a, exp_a, rise_a, decay_a = raised(top_a, sum_a, a)
         top_y, sum_y, exp_y, rise_y, decay_y = raised(top_y, sum_y, y)
@@ -221,8 +228,8 @@ def tile_terms_kernel(
     of_teacher, means = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, num_columns, BLOCK):
         z, y = load_columns(z_ptr, y_ptr, start + lanes, num_columns, stride_z, stride_y)
-        log_q = log_probability(z * over_temperature, student)
-        log_p = log_probability(y * over_temperature, teacher)
+        log_q = log_probability(at_temperature(z, over_temperature), student)
+        log_p = log_probability(at_temperature(y, over_temperature), teacher)
         q, p = tl.exp(log_q), tl.exp(log_p)
         if KIND == TVD:
             slope = slope_of(log_q, log_p, beta, log_rest, log_odds, KIND)
@@ -284,8 +291,8 @@ def tile_gradient_kernel(
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         z, y = load_columns(z_ptr, y_ptr, columns, num_columns, stride_z, stride_y)
-        log_q = log_probability(z * over_temperature, student)
-        log_p = log_probability(y * over_temperature, teacher)
+        log_q = log_probability(at_temperature(z, over_temperature), student)
+        log_p = log_probability(at_temperature(y, over_temperature), teacher)
         q = tl.exp(log_q)
         if KIND == FORWARD_KL:
             grad = q - tl.exp(log_p)
