@@ -137,14 +137,9 @@ def distil(group: Any, tensors: tuple[Tensor, ...], alpha: float, call: Any) -> 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("gradient", MODES)
 @pytest.mark.parametrize("place", WHERE, ids=str)
-def test_distillation(
-    place: Place, gradient: str, divergence: str, sure: bool, request: pytest.FixtureRequest
-) -> None:
+def test_distillation(place: Place, gradient: str, divergence: str, sure: bool) -> None:
     if gradient == "filtered" and (place.backend == "torch" or divergence == "tvd"):
         pytest.skip("without kernels of both heads filtered is exact")
-    if place.compiles and (gradient == "filtered" or (divergence == "tvd" and not sure)):
-        reason = "docs/notebook/2026-11-30/fp32.md: it failed on a GPU, and has not run there since"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     # Log-sum-exps of the KLs' kernels lose digits where logits lie far above first references.
     limit = 7 if gradient == "filtered" and sure and "kl" in divergence else 2
     tensors = two_models(sure)
