@@ -22,9 +22,11 @@ from cce_dist import (
     Filter,
     LossOptions,
     Screen,
+    TeacherLogprobs,
     largest_logits,
     linear_cross_entropy,
     linear_distillation,
+    listed_distillation,
     token_logprobs,
 )
 from cce_dist.testing import RankPool, shared_pool
@@ -271,7 +273,13 @@ FORWARD_MODE: dict[str, Callable[[Tensor, Tensor], object]] = {
     "logprobs": lambda h, w: token_logprobs(h, w, torch.arange(N)),
     "largest": lambda h, w: largest_logits(h, w),
     "distillation": lambda h, w: linear_distillation(h, w, h.detach(), w.detach()),
+    "teacher": lambda h, w: linear_distillation(h.detach(), w.detach(), h, w),
+    "list": lambda h, w: listed_distillation(h.detach(), w.detach(), listed_by(h @ w.T)),
 }
+
+
+def listed_by(logits: Tensor) -> TeacherLogprobs:
+    return TeacherLogprobs(torch.arange(V).expand(N, V), logits.log_softmax(-1))
 
 
 # Without a gradient, too: kernels would return a loss that has lost its tangent.

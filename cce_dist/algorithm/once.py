@@ -39,7 +39,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         raise RuntimeError(
-            "linear_cross_entropy is differentiable once, got a backward through its gradients "
+            "a loss of cce_dist is differentiable once, got a backward through its gradients "
             "(create_graph=True): compute the loss from dense logits there"
         )
 
@@ -77,7 +77,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(ctx: Any, *grads: Tensor | None):
         if any(grad is not None and _is_batched(grad) for grad in grads):
             raise RuntimeError(
-                "linear_cross_entropy's backward takes one upstream gradient at a time, got a "
+                "the backward of cce_dist takes one upstream gradient at a time, got a "
                 "batch of them (is_grads_batched=True, jacobian with vectorize=True): use a loop"
             )
         # With create_graph=True.

@@ -32,7 +32,7 @@ from cce_dist.frontend.listed import (
 )
 from cce_dist.frontend.prepare import operand_dtype
 from cce_dist.frontend.reduction import LossOutput, PickedTokens, TokenLoss, shifted
-from cce_dist.frontend.validation import require_tensor
+from cce_dist.frontend.validation import require_no_tangent, require_tensor
 from cce_dist.logprobs import (
     LARGEST_K,
     UNSCREENED,
@@ -302,6 +302,7 @@ def _check_teacher(
         raise ValueError(
             f"teacher.logprobs must be on teacher.ids' device {ids.device}, got {logprobs.device}"
         )
+    require_no_tangent(logprobs)
     if logprobs.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "teacher.logprobs must not require grad: listed_distillation has gradients by the "

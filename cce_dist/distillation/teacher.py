@@ -105,6 +105,7 @@ def teacher_of(
         if tensor.dtype not in validation.DTYPES:
             raise ValueError(f"{name} must be bf16, fp16, fp32 or float64, got {tensor.dtype}")
         validation.require_device(name, tensor, hidden)
+    validation.require_no_tangent(teacher_hidden, teacher_weight, teacher_bias)
     validation.require_memory("teacher_weight", teacher_weight)
     rows, shape = list(hidden.shape[:-1]), list(teacher_hidden.shape)
     if not shape or shape[:-1] != rows:

@@ -68,18 +68,22 @@ def require_plain_call(weight: object, *others: object) -> None:
         return
     if torch._C._are_functorch_transforms_active():
         raise ValueError(
-            "linear_cross_entropy must be called outside of torch.func's transforms (grad, vmap, "
-            "jvp, jacrev, ...), for which its autograd functions have no rules: take gradients by "
-            "backward() or torch.autograd.grad, and write vmap's batch as a loop"
+            "cce_dist must be called outside of torch.func's transforms (grad, vmap, jvp, jacrev, "
+            "...), for which its autograd functions have no rules: take gradients by backward() or "
+            "torch.autograd.grad, and write vmap's batch as a loop"
         )
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, (weight, *others))):
-        raise RuntimeError(
-            "linear_cross_entropy has no forward-mode derivative (torch.autograd.forward_ad): use "
-            "backward() or torch.autograd.grad, or dense logits"
-        )
+    require_no_tangent(weight, *others)
     if not isinstance(weight, Tensor) or weight.layout != torch.strided or weight.is_nested:
         return
     require_memory("weight", weight)
+
+
+def require_no_tangent(*values: object) -> None:
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, values)):
+        raise RuntimeError(
+            "cce_dist has no forward-mode derivative (torch.autograd.forward_ad): use backward() "
+            "or torch.autograd.grad, or dense logits"
+        )
 
 
 def require_memory(name: str, weight: Tensor) -> None:
