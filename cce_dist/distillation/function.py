@@ -60,11 +60,20 @@ class Objective:
     takes_tiles: bool = False
 
 
+# The default of `beta`, which divergences without a mixture have, too.
+UNUSED_BETA = 0.5
+
+
 def objective_of(divergence: str, beta: float, temperature: float, alpha: float) -> Objective:
     require_choice("divergence", divergence, get_args(Divergence))
     beta, alpha = require_finite("beta", beta), require_finite("alpha", alpha, minimum=0)
     if not 0 < beta < 1:
         raise ValueError(f"beta must lie in (0, 1), got {beta!r}")
+    if divergence != "jsd" and beta != UNUSED_BETA:
+        raise ValueError(
+            f"beta={beta!r} has no effect with divergence={divergence!r}; use "
+            'divergence="jsd", or leave beta out'
+        )
     if alpha > 1:
         raise ValueError(f"alpha must lie in [0, 1], got {alpha!r}")
     temperature = require_finite("temperature", temperature)

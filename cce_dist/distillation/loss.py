@@ -121,7 +121,7 @@ def linear_distillation(
         targets: tokens with `ignore_index` are left out; None, with alpha=0: all tokens count.
         divergence: "forward_kl" KL(p || q), "reverse_kl" KL(q || p), "jsd" beta KL(p || m) +
             (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, or "tvd" sum_v |p_v - q_v| / 2.
-        beta: of "jsd", in (0, 1).
+        beta: of "jsd" alone, in (0, 1).
         temperature: > 0, divides both models' logits, after softcap and scale.
         alpha: share of the target's cross-entropy, in [0, 1].
         stats: "divergence", "nll" and "screened"; nll needs alpha > 0.

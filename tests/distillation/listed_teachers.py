@@ -15,8 +15,8 @@ DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
 RESTS = ("class", "left_out")
 TOKENS, CLASSES, DIM, LISTED = (3, 23), 90, 24, 6
 LEAVES = ("hidden", "weight", "bias")
+BETA = 0.3  # of "jsd"
 OPTIONS: dict[str, Any] = {
-    "beta": 0.3,
     "temperature": 1.7,
     "alpha": 0.25,
     "softcap": 6.0,
@@ -71,12 +71,14 @@ class Student:
         return {name: x.to(dtype or x.dtype).requires_grad_() for name, x in tensors.items()}
 
     def run(self, leaves: dict[str, Tensor], **options: Any) -> DistillationOutput:
+        beta = {"beta": BETA} if options.get("divergence") == "jsd" else {}
         listed = listed_distillation(
             **leaves,
             teacher=self.teacher,
             targets=self.targets,
             **{
                 **OPTIONS,
+                **beta,
                 "reduction": "none",
                 "stats": ("divergence", "nll"),
                 "gradient": "exact",
@@ -117,7 +119,7 @@ def one_token(log_q: Tensor, ids: Tensor, log_p: Tensor, rest: str, divergence: 
         outside = torch.ones_like(log_q, dtype=torch.bool).index_fill(0, ids, False)
         student = torch.cat([student, log_q[outside].logsumexp(0, keepdim=True)])
         teacher = torch.cat([teacher, (1 - log_p.exp().sum(0, keepdim=True)).log()])
-    return divergence_reference(student, teacher, divergence, OPTIONS["beta"])
+    return divergence_reference(student, teacher, divergence, BETA)
 
 
 def upstream_of(loss: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from cce_dist.testing import DTYPES, RankError, shared_pool
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
 TOKENS, CLASSES, PADDED, DIM, TEACHER_DIM = (4, 35), 700, 706, 24, 40
+BETA = 0.3  # of "jsd"
 OPTIONS: dict[str, Any] = {
-    "beta": 0.3,
     "temperature": 1.7,
     "alpha": 0.25,
     "softcap": 6.0,
@@ -73,13 +73,14 @@ class Both:
 
     def run(self, leaves: dict[str, Tensor], **options: Any) -> Any:
         """Returns a DistillationOutput, or the loss alone with stats=()."""
+        beta = {"beta": BETA} if options.get("divergence") == "jsd" else {}
         return linear_distillation(
             **leaves,
             teacher_hidden=self.teacher_hidden,
             teacher_weight=self.teacher_weight,
             teacher_bias=self.teacher_bias,
             targets=self.targets,
-            **{**OPTIONS, "reduction": "none", "stats": ("divergence", "nll"), **options},
+            **{**OPTIONS, **beta, "reduction": "none", "stats": ("divergence", "nll"), **options},
         )
 
     def dense(
@@ -102,7 +103,7 @@ class Both:
         counts, index = targets >= 0, targets.clamp_min(0)[..., None]
         nll = torch.where(counts, -z.log_softmax(-1).gather(-1, index)[..., 0], 0)
         T, alpha = options["temperature"], options["alpha"]
-        value = divergence_reference(z / T, y / T, divergence, OPTIONS["beta"])
+        value = divergence_reference(z / T, y / T, divergence, BETA)
         value = torch.where(counts, value, 0)
         return DistillationOutput((1 - alpha) * value + alpha * nll, value, nll)
 
@@ -154,7 +155,7 @@ def test_equal_softmaxes(divergence: str) -> None:
 def test_sharp_softmaxes(divergence: str, gradient: Any) -> None:
     """Logits are of some hundreds and both softmaxes nearly one-hot. Each log-probability has the
     digits that a dense log_softmax in fp32 has. (Dense Jensen-Shannon's gradient is NaN there.)"""
-    both, beta = Both.make(torch.float32), OPTIONS["beta"]
+    both = Both.make(torch.float32)
     generator, weight = torch.Generator().manual_seed(0), 20 * both.weight
     noise = torch.randn(weight.shape, generator=generator)
     teacher = {"teacher_hidden": both.hidden, "teacher_weight": weight + noise / 20}
@@ -162,11 +163,11 @@ def test_sharp_softmaxes(divergence: str, gradient: Any) -> None:
     def dense(dtype: torch.dtype) -> list[Tensor]:
         x, c = (t.to(dtype).requires_grad_() for t in (both.hidden, weight.detach()))
         y = teacher["teacher_hidden"].to(dtype) @ teacher["teacher_weight"].to(dtype).T
-        value = divergence_reference(x @ c.T, y, divergence, beta)
+        value = divergence_reference(x @ c.T, y, divergence, BETA)
         return [value, *torch.autograd.grad(value.mean(), [x, c])]
 
     x, c = (t.clone().requires_grad_() for t in (both.hidden, weight))
-    options: dict[str, Any] = {"divergence": divergence, "beta": beta, "stats": ("divergence",)}
+    options: dict[str, Any] = {"divergence": divergence, "stats": ("divergence",)}
     out = linear_distillation(x, c, **teacher, **options, gradient=gradient, backend="torch")
     assert isinstance(out, DistillationOutput) and out.divergence is not None
     ours = [out.divergence, *torch.autograd.grad(out.loss, [x, c])]
@@ -347,6 +348,7 @@ def test_a_rank_of_padding_may_have_more_rows_than_the_vocabulary() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "divergence": ({"divergence": "kl"}, "^divergence must be one of 'forward_kl', .* got 'kl'"),
     "beta": ({"beta": 1.0}, r"^beta must lie in \(0, 1\), got 1.0"),
+    "beta of a KL": ({"beta": 0.3}, "^beta=0.3 has no effect with divergence='forward_kl'; use"),
     "temperature": ({"temperature": 0}, "^temperature must be > 0, got 0"),
     "scale": (
         {"temperature": 1e-40},

@@ -21,6 +21,7 @@ from cce_dist.core.allocations import track_allocations
 from cce_dist.distillation import columns
 from cce_dist.testing import DTYPES, Place, grid
 from tests.distillation.listed_teachers import (
+    BETA,
     CLASSES,
     DIM,
     DIVERGENCES,
@@ -86,6 +87,7 @@ def test_of_all_ids_it_is_linear_distillation(divergence: Any, rest: Any, dtype:
         teacher_weight=teacher_weight,
         targets=student.targets,
         divergence=divergence,
+        beta=BETA if divergence == "jsd" else 0.5,
         **OPTIONS,
     )
     assert isinstance(expected, Tensor)
