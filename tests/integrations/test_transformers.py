@@ -265,6 +265,23 @@ def test_it_says_once_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(stream.getvalue().splitlines()) == 2
 
 
+def test_it_says_which_gradient_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token's loss cannot have "in_forward"."""
+    (handler,) = logging.getLogger("cce_dist.integrations").handlers
+    monkeypatch.delenv("RANK", raising=False)
+    model, reduction = make("llama"), {}
+
+    def loss_of(logits: Tensor, labels: Tensor, **_: object) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), **reduction)
+
+    model.loss_function = lambda *args, **keywords: loss_of(*args, **keywords).mean()
+    for reduction["reduction"], gradient in (("none", "filtered"), ("mean", "in_forward")):
+        monkeypatch.setattr(handler, "stream", stream := io.StringIO())
+        with integration.patched(model, gradient="in_forward"):
+            model(**batch())
+        assert f"gradient={gradient}" in stream.getvalue()
+
+
 def test_signatures_stay() -> None:
     import inspect
 

@@ -43,6 +43,7 @@ class HeadCall:
             own, which neither read the logits nor give a gradient of them.
         group: a mesh whose ranks share the vocabulary; None: the head is whole.
         num_losses: losses of this call that were computed without logits.
+        gradient: the mode of the last of them: each token's loss has "filtered" for "in_forward".
         rows: shape without D of what the head got, if its own forward runs.
     """
 
@@ -59,6 +60,7 @@ class HeadCall:
     is_zero3: bool = False
     group: Any = None
     num_losses: int = 0
+    gradient: str = ""
     rows: tuple[int, ...] | None = None
 
 

@@ -257,7 +257,7 @@ class Deferral:
                 "%s: cce_dist.linear_cross_entropy computes the loss in place of F.cross_entropy, "
                 "without logits (gradient=%s, logits=%s, backend=%s). Switch it off with "
                 "cce_dist.integrations.transformers.remove(model)",
-                *(call.model, call.options.gradient, call.options.logits, call.options.backend),
+                *(call.model, call.gradient, call.options.logits, call.options.backend),
             )
 
 

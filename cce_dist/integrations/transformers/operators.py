@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.parallel.distributed import _DDPSink
 from torch.utils import _pytree as pytree
 
-from cce_dist import linear_cross_entropy
+from cce_dist import LossOptions, linear_cross_entropy
 from cce_dist.integrations.errors import PatchError
 from cce_dist.integrations.options import keywords_of
 from cce_dist.integrations.transformers.adapters import AdapterGrad, Logits
-from cce_dist.integrations.transformers.expression import Expression, HeadCall, comes_from_wrapper
+from cce_dist.integrations.transformers.expression import Expression, comes_from_wrapper
 from cce_dist.integrations.transformers.logits import DeferredLogits, handles
 
 # pyright takes them for their values.
@@ -276,8 +276,13 @@ def _cross_entropy(
         arguments = whole.arguments()
         targets = target.to(arguments["hidden"].device)
         adapters = whole.adapters()
-        if adapters and weight is None and label_smoothing == 0 and call.group is None:
-            return _beside_frozen(arguments, adapters, targets, ignore_index, reduction, call)
+        is_plain = weight is None and label_smoothing == 0 and call.group is None
+        beside = bool(adapters) and is_plain
+        keywords = keywords_of(call.options, of_tokens=beside or reduction == "none")
+        call.gradient = keywords["gradient"]
+        if beside:
+            counted = targets, ignore_index, reduction
+            return _beside_frozen(arguments, adapters, *counted, call.options, keywords)
         loss: Any = linear_cross_entropy(
             targets=targets,
             ignore_index=ignore_index,
@@ -285,7 +290,7 @@ def _cross_entropy(
             label_smoothing=label_smoothing,
             class_weight=weight,
             group=call.group,
-            **keywords_of(call.options, of_tokens=reduction == "none"),
+            **keywords,
             **arguments,
         )
         return loss
@@ -308,7 +313,8 @@ def _beside_frozen(
     targets: Tensor,
     ignore_index: int,
     reduction: str,
-    call: HeadCall,
+    options: LossOptions,
+    keywords: dict[str, Any],
 ) -> Tensor:
     """Computes the loss of a frozen head with adapters; the weight has no gradient as a whole."""
     arguments = {**arguments, "weight": arguments["weight"].detach()}
@@ -317,7 +323,7 @@ def _beside_frozen(
         ignore_index=ignore_index,
         reduction="none",
         stats=("lse",),
-        **keywords_of(call.options, of_tokens=True),
+        **keywords,
         **arguments,
     )
     bias = arguments["bias"]
@@ -331,7 +337,7 @@ def _beside_frozen(
     states, weights = zip(*adapters, strict=True)
     of_tokens = output.loss + AdapterGrad.apply(
         logits,
-        call.options.workspace_for(len(targets)),
+        options.workspace_for(len(targets)),
         torch.where(targets == ignore_index, -1, targets),
         *(output.lse.detach(), output.loss.detach()),
         *(x.detach() for x in states),
