@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from cce_dist.python_numbers import python_number, use_python_numbers
+from cce_dist.python_numbers import constant, python_number, use_python_numbers
 
 Reduction = Literal["mean", "sum", "none"]
 GradientMode = Literal["filtered", "exact", "in_forward"]
@@ -200,6 +200,12 @@ class Screen:
             raise ValueError(f"Screen.max_kept must be a share in [0, 1], got {self.max_kept!r}")
         require_finite("Screen.max_error", self.max_error, minimum=0)
 
+    @property
+    def values(self) -> tuple[str, float, float]:
+        """Returns the fields. The numbers of an argument's default are symbols to torch.compile
+        with dynamic=True, which knows no comparison of dataclasses of symbols."""
+        return self.dtype, constant(self.max_kept), constant(self.max_error)
+
 
 @dataclass(frozen=True)
 class LossOptions:
@@ -288,7 +294,7 @@ class LossOptions:
             self._refuse_variant()
         if self.logits == "screened":
             self._refuse_unscreened()
-        elif self.screen != Screen():
+        elif self.screen.values != Screen().values:
             raise ValueError(
                 f'screen={self.screen!r} has no effect with logits="full"; use '
                 'logits="screened", or leave screen out'

@@ -44,6 +44,7 @@ from cce_dist.options import (
     require_factor,
     require_stats,
 )
+from cce_dist.python_numbers import constant
 from cce_dist.ranks.transport import group_size, resolve_group
 
 if TYPE_CHECKING:
@@ -319,7 +320,10 @@ def _checked(
             'gradient="in_forward", which computes every column of full logits: use '
             f'gradient="filtered", or leave {name} out'
         )
-    scales = {"logit_scale": checked.logit_scale, "teacher_logit_scale": of_logits[1]}
+    scales = {
+        "logit_scale": constant(checked.logit_scale),
+        "teacher_logit_scale": constant(of_logits[1]),
+    }
     for name, scale in scales.items():
         text = f"{name}={scale!r} / temperature={objective.temperature!r}"
         require_factor(text, scale / objective.temperature)

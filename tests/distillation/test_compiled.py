@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from cce_dist import VocabShard, linear_distillation
+from cce_dist import VocabShard, linear_cross_entropy, linear_distillation
 from cce_dist.testing import DTYPES, TORCH_CPU, TRITON_PLACES, Place, shared_pool
 from tests.distillation.test_by_kernels import PLAIN, zipf
 from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, upstream_of
@@ -147,6 +147,18 @@ def test_other_numbers_of_tokens_and_other_options() -> None:
     for count, *numbers in ((6, 1.0, 9.0), (4, 1.0, 9.0), (5, 2.0, 9.0), (5, 3.0, 5.0)):
         arguments = both.hidden[:, :count], both.teacher_hidden[:, :count], *numbers
         torch.testing.assert_close(compiled(*arguments), run(*arguments), rtol=1e-13, atol=0)
+
+
+def test_dynamic() -> None:
+    """With dynamic=True the numbers of an argument's default are symbols, too."""
+    hidden, weight, targets = torch.randn(2, 8), torch.randn(9, 8), torch.zeros(2).long()
+
+    def run(*tensors: Tensor) -> Any:
+        distilled = linear_distillation(*tensors, hidden, 2 * weight, backend="torch")
+        return distilled, linear_cross_entropy(*tensors, targets, backend="torch")
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager", dynamic=True)
+    torch.testing.assert_close(compiled(hidden, weight), run(hidden, weight))
 
 
 def on_a_rank(group: Any, both: Both, split: bool, place: Any, options: Any) -> Any:
