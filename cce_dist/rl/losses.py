@@ -65,7 +65,7 @@ def grpo_loss(
             reference are of the shifted tokens.
         before: under the policy that sampled the tokens.
         advantages: such as `group_advantages`.
-        mask: the tokens that count, within those that `now` has computed: of others it has 0.
+        mask: the tokens that count, all of them within the mask of `now`, which has 0 for others.
         clip: low = high, or (low, high): low in [0, 1], high >= 0.
         reference: under a reference policy. None: no KL.
         kl_weight: >= 0; with 0 the KL is logged alone. The paper has 0.04.
