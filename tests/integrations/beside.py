@@ -37,3 +37,21 @@ def check_same(
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], atol=atol, rtol=1e-4, msg=name)
     return before, after
+
+
+def run_loss(model: nn.Module, loss: Callable[[Any], Tensor]) -> list[Tensor]:
+    """Returns a loss of the model, and every gradient."""
+    model.zero_grad()
+    value = loss(model)
+    value.backward()
+    grads = [x.grad.clone() for x in model.parameters() if x.grad is not None]
+    return [value.detach(), *grads]
+
+
+def check_loss(model: Any, loss: Callable[[Any], Tensor]) -> None:
+    """Checks a loss of a model's output and every gradient, before and after the patch."""
+    expected = run_loss(model, loss)
+    integration.patch(model)
+    result = run_loss(model, loss)
+    torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-5)
+    integration.remove(model)

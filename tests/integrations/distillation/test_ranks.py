@@ -21,7 +21,7 @@ def prepare() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("tests.integrations.distillation.trainers")
-        importlib.import_module("tests.integrations.test_trl_trainers")
+        importlib.import_module("tests.integrations.trl.test_trl_trainers")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def train(group: Any, name: str, folder: str, splits: bool) -> tuple[Any, Any]:
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     from cce_dist.integrations import trl as patch
-    from tests.integrations.test_trl_trainers import OPTIONS, curve_of, tokenizer_of, trainer_of
+    from tests.integrations.trl.test_trl_trainers import OPTIONS, curve_of, tokenizer_of, trainer_of
 
     rank = as_a_job_starts_it(group)
     options = {"max_steps": 3, "gradient_accumulation_steps": 2}
@@ -114,7 +114,7 @@ def train(group: Any, name: str, folder: str, splits: bool) -> tuple[Any, Any]:
 @pytest.mark.parametrize("splits", [False, True], ids=["ddp", "zero3"])
 @pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO"], ids=str)
 def test_trainer_without_a_teacher(name: str, splits: bool, pool: RankPool, tmp_path: Path) -> None:
-    from tests.integrations.test_trl_trainers import model_of
+    from tests.integrations.trl.test_trl_trainers import model_of
 
     if splits:
         pytest.importorskip("deepspeed")

@@ -23,7 +23,7 @@ from tests.integrations.distillation.trainers import (
     run,
     trainer_of,
 )
-from tests.integrations.test_trl_trainers import tokenizer
+from tests.integrations.trl.test_trl_trainers import tokenizer
 
 __all__ = ["tokenizer"]
 

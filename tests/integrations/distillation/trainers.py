@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from trl.experimental.gkd import GKDConfig, GKDTrainer
     from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-    from tests.integrations.test_trl_trainers import SIZES, text, tokenizer_of
+    from tests.integrations.trl.test_trl_trainers import SIZES, text, tokenizer_of
 
 __all__ = ["ChunkedDivergenceFunction", "tokenizer_of"]
 

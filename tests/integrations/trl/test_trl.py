@@ -1,148 +1,38 @@
-"""TRL's function with the loss, beside its own and float64; the switch."""
+"""TRL's function with the loss, beside its own and float64."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-import io
-import logging
-import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import cce_dist.integrations
 from cce_dist import Filter, Screen, linear_cross_entropy
-from cce_dist.integrations import transformers
 from cce_dist.integrations import trl as patch
 from cce_dist.integrations.errors import PatchError
 from tests.integrations.architectures import batch, make
-
-N, D, V = 37, 16, 301
-ALL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+from tests.integrations.trl.trl_cases import (
+    ALL,
+    FIELDS,
+    N,
+    V,
+    assert_same,
+    errors_of,
+    in_float64,
+    inputs,
+    results_of,
+    without_a_trace,  # noqa: F401
+)
 
 with warnings.catch_warnings():
     # Of the packages, about one another, as they are imported.
     warnings.simplefilter("ignore")
     pytest.importorskip("trl")
-    import trl
     from transformers.modeling_outputs import BaseModelOutputWithPast
-    from trl.kernels import ChunkedLogProbFunction
     from trl.trainer import utils
-
-
-@pytest.fixture(autouse=True)
-def without_a_trace() -> Iterator[None]:
-    picks_rows = utils._use_triton
-    yield
-    patch.remove()
-    assert utils._use_triton is picks_rows
-    assert utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-
-
-def inputs(
-    num_tokens: int = N, dtype: torch.dtype = torch.float32, bias: bool = True
-) -> dict[str, Tensor | None]:
-    generator = torch.Generator().manual_seed(3)
-    return {
-        "hidden": torch.randn(num_tokens, D, generator=generator).to(dtype),
-        "weight": (0.6 * torch.randn(V, D, generator=generator)).to(dtype),
-        "bias": torch.randn(V, generator=generator).to(dtype) if bias else None,
-        "targets": torch.randint(V, (num_tokens,), generator=generator),
-    }
-
-
-FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-
-
-def results_of(
-    tensors: dict[str, Tensor | None],
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    outputs: tuple[str, ...] = ALL,
-    entropy_weight: float = 0.3,
-    golden: bool = False,
-) -> dict[str, Any]:
-    """Outputs, and gradients of a sum with weights of both signs and 0.
-
-    They are those of TRL's seam, or `golden`: of dense logits in float64.
-    """
-    leaves = {
-        name: None if x is None else x.clone().requires_grad_(x.is_floating_point())
-        for name, x in tensors.items()
-    }
-    options = (temperature, softcap, logit_scale)
-    if golden:
-        results = dense(*leaves.values(), *options)
-    else:
-        temperature, *others = options
-        function = utils._ChunkedLogProbFunction
-        named = function.apply(*leaves.values(), temperature, 64, *others, outputs)
-        results = dict(zip(FIELDS, named, strict=True))
-    upstream = torch.arange(len(results["log_probs"])).sub(5).float()
-    total = (results["log_probs"] * upstream).sum()
-    if results["entropy"] is not None and entropy_weight:
-        total = total + entropy_weight * (results["entropy"] * upstream.flip(0)).sum()
-    total.backward()
-    for name, leaf in leaves.items():
-        if leaf is not None and leaf.requires_grad:
-            results[f"grad_{name}"] = leaf.grad
-    return {name: None if x is None else x.detach() for name, x in results.items()}
-
-
-def dense(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float,
-) -> dict[str, Any]:
-    logits = hidden @ weight.T
-    logits = (logits if bias is None else logits + bias) * logit_scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits / temperature
-    log_p = logits.log_softmax(-1)
-    return {
-        "log_probs": log_p.gather(1, targets[:, None])[:, 0],
-        "entropy": -(log_p.exp() * log_p).sum(-1),
-        "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
-        "mean_logits": logits.mean(-1),
-        "is_top1": logits.argmax(-1) == targets,
-    }
-
-
-def in_float64(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    doubled = ((name, x) for name, x in tensors.items())
-    return {n: x.double() if x is not None and x.is_floating_point() else x for n, x in doubled}
-
-
-def assert_same(ours: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-6) -> None:
-    """Equal to `tolerance` of a result's largest value."""
-    for name, errors in errors_of(ours, expected).items():
-        assert errors <= tolerance, name
-
-
-def errors_of(ours: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """The largest errors, of each result as a share of its largest value."""
-    assert ours.keys() == expected.keys()
-    errors = {}
-    for name, value in expected.items():
-        assert (ours[name] is None) == (value is None), name
-        if value is None:
-            continue
-        assert ours[name].shape == value.shape, name
-        size = float(value.abs().max()) if value.numel() and value.dtype != torch.bool else 1.0
-        error = (ours[name].double() - value.double()).abs()
-        errors[name] = float(error.max()) / max(size, 1e-3) if value.numel() else 0.0
-    return errors
 
 
 CASES = {
@@ -388,127 +278,3 @@ def test_another_forward_picks_its_rows(change: str, monkeypatch: pytest.MonkeyP
     says = any("picks the rows of the tokens that count" in line for line in lines)
     assert says == (change != "another caller")
     assert getattr(utils, "_use_triton", picks_rows) is picks_rows
-
-
-# -- the switch ------------------------------------------------------------------------------------
-
-
-def test_apply_remove_status() -> None:
-    assert patch.status() == patch.Status(None)
-    on = patch.apply(gradient="exact", workspace_bytes=2**20)
-    assert on.options is not None
-    assert (on.options.gradient, on.options.workspace_bytes) == ("exact", 2**20)
-    assert on.version == trl.__version__ and on.file == trl.__file__
-    assert patch.apply(gradient="exact", workspace_bytes=2**20) == on
-    with pytest.raises(PatchError, match=r"now with gradient='filtered', .*; call remove\(\)"):
-        patch.apply()
-    kept = utils._ChunkedLogProbFunction
-    results_of(inputs())
-    assert patch.status().calls == 1
-    patch.remove()
-    patch.remove()
-    assert patch.status() == patch.Status(None)
-    # Whoever has kept the object has TRL's function.
-    out = kept.apply(*inputs().values(), 1.0, 64)
-    assert out[0].equal(utils._ChunkedLogProbFunction.apply(*inputs().values(), 1.0, 64)[0])
-    with pytest.raises(ZeroDivisionError), patch.patched(), patch.patched():
-        raise ZeroDivisionError
-    assert patch.status() == patch.Status(None)
-    options = patch.apply().options
-    with patch.patched():
-        pass
-    assert patch.status().options == options
-
-
-def test_losses_of_tokens_are_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(patch.logger, "info", lambda line, *args: lines.append(line % args))
-    with patch.patched():
-        expected = results_of(inputs())
-    with patch.patched(gradient="in_forward"):
-        torch.testing.assert_close(results_of(inputs()), expected, rtol=0, atol=0)
-    assert sum("gradient 'filtered'" in line for line in lines) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gradient": "exact", "z_loss": 1.0}, r"takes the options .*, got \['z_loss'\]"),
-        ({"gradient": "exact", "logits": "screened"}, "screened.* needs a filter"),
-        ({"backend": "cuda"}, "backend must be one of"),
-        ({"gradient": "exact", "filter": Filter(keep=0.1)}, "filter=.* has no effect"),
-    ],
-    ids=["unknown", "screened", "backend", "filter"],
-)
-def test_apply_refuses(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        patch.apply(**options)
-    assert patch.status() == patch.Status(None)
-
-
-def test_apply_to_another_trl(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(message: str) -> None:
-        with pytest.raises(PatchError, match=message):
-            patch.apply()
-        monkeypatch.undo()
-
-    known = rf"TRL 1.15 and 1.16 are supported, and TRL {trl.__version__} is installed: "
-    monkeypatch.delattr(utils, "_ChunkedLogProbFunction")
-    refused(known + "it has no trl.trainer.utils._ChunkedLogProbFunction")
-    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", object())
-    refused("_ChunkedLogProbFunction must be TRL's ChunkedLogProbFunction, got <object")
-    monkeypatch.setattr(ChunkedLogProbFunction, "forward", lambda ctx, hidden: None)
-    refused(known + r".* must have the arguments \(ctx hidden .* outputs\), got \(ctx hidden\)")
-    monkeypatch.setattr(sys.modules["trl.kernels.chunked_logprob"], "OPTIONAL_OUTPUTS", ("x",))
-    refused(known + r"its outputs must be \('entropy'.*, got \('x',\)")
-    monkeypatch.setitem(sys.modules, "trl.kernels.chunked_logprob", None)
-    refused(known)
-    monkeypatch.setitem(sys.modules, "trl", None)
-    refused("trl cannot be imported .*; TRL 1.15 and 1.16 are supported")
-
-
-def test_first_loss_is_logged() -> None:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("cce_dist.integrations")
-    logger.addHandler(handler)
-    try:
-        with patch.patched():
-            assert lines == []
-            results_of(inputs())
-            results_of(inputs())
-    finally:
-        logger.removeHandler(handler)
-    (line,) = lines
-    for part in ("linear_cross_entropy", "filtered", "torch", "ChunkedLogProbFunction", "remove()"):
-        assert part in line
-
-
-def test_import_needs_no_trl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "trl", None)
-    monkeypatch.delitem(sys.modules, patch.__name__)
-    monkeypatch.setattr(cce_dist.integrations, "trl", patch)  # put back at the end
-    importlib.import_module(patch.__name__)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_patched_model_says_that_trl_has_a_loss_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (handler,) = logging.getLogger("cce_dist.integrations").handlers
-    stream = io.StringIO()
-    monkeypatch.setattr(handler, "stream", stream)
-    model = make("llama")
-    utils.add_fused_lm_head(model)
-    stock = model(**batch(), fused_lm_head=True)
-    with transformers.patched(model):
-        for _ in range(2):
-            output = model(**batch(), fused_lm_head=True)
-        assert torch.equal(output.loss, stock.loss)
-        assert stream.getvalue().count("LlamaForCausalLM: TRL's trainer computes its loss") == 1
-    with patch.patched(), transformers.patched(model):
-        output = model(**batch(), fused_lm_head=True)
-        assert patch.status().calls == 1
-    assert stream.getvalue().count("TRL's trainer") == 1
-    torch.testing.assert_close(output.loss, stock.loss, atol=1e-6, rtol=1e-6)
