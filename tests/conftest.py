@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cce_dist.backends.triton import kernels
 from cce_dist.testing import Place, RankPool, shared_pool, speed_up_interpreter
-from cce_dist.testing.forks import start_fork_server
+from cce_dist.testing.forks import GARBAGE, start_fork_server
 from tests.gpu_runs.smoke import is_smoke
 
 pytest_plugins = ["tests.gpu_runs.plugin"]
@@ -250,6 +250,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(GARBAGE)
         gc.enable()
 
 
