@@ -32,7 +32,7 @@ IN_PLACE_OF_OTHERS = {
         "load",
         "store",
     },
-    "cce_dist/testing/interpreter/ops.py": {"choose"},
+    "cce_dist/testing/interpreter/operators.py": {"choose"},
     "cce_dist/testing/interpreter/speed_up.py": {"launch_quietly", "call", "call_args"},
     "cce_dist/integrations/transformers/forward.py": {"forward"},
     "megatron_patch/deferred.py": {"max", "argmax"},

@@ -83,6 +83,11 @@ def test_stand_in_of_an_operator(interpreter: Any, left: str, name: str) -> None
         for one, other in pairs_of_layouts(left == right):
             operands = block(interpreter, left, one, seed=1), block(interpreter, right, other)
             check(method, *operands)
+    # Results of whole numbers are kept, by the operands' values.
+    for seed in (1, 5, 9, 1):
+        number = block(interpreter, left, "scalar", seed=seed)
+        check(method, number, block(interpreter, left, "scalar"))
+        check(method, number, 3)
     for one, number in itertools.product(LAYOUTS, NUMBERS):
         check(method, block(interpreter, left, one), number)
         if name in ARITHMETIC:

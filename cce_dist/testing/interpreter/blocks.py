@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cce_dist.testing.interpreter.mends import hardware_exp2
+from cce_dist.testing.interpreter.operators import between
 from cce_dist.testing.interpreter.ops import (
     NUMPY_DTYPES,
     POINTERS,
@@ -16,7 +17,6 @@ from cce_dist.testing.interpreter.ops import (
     Makers,
     Plan,
     Tools,
-    between,
     by_bits,
     dtype_of,
     like_of,

@@ -19,7 +19,8 @@ import torch
 from cce_dist.testing.interpreter.blocks import functions, methods, sort_of
 from cce_dist.testing.interpreter.memory import memory_functions
 from cce_dist.testing.interpreter.mends import mend_interpreter
-from cce_dist.testing.interpreter.ops import Tools, make_tools, operators
+from cce_dist.testing.interpreter.operators import operators
+from cce_dist.testing.interpreter.ops import Tools, make_tools
 
 
 @functools.cache
