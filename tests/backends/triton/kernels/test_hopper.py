@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cce_dist import Filter, Screen, linear_cross_entropy
 from cce_dist.testing import zipf_inputs
+from tests.backends.triton.kernels.test_compiles import compiling
 
 triton = pytest.importorskip("triton")
 
@@ -102,7 +103,7 @@ print("compiled")
 def test_hopper_forward_compiles_without_a_gpu(tmp_path: Path) -> None:
     # The script finds compile_jobs.py beside this file.
     path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-    env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    env = os.environ | compiling(tmp_path)
     made = subprocess.run(
         [sys.executable, "-c", COMPILE],
         env=env | {"PYTHONPATH": path},
