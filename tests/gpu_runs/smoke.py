@@ -87,7 +87,7 @@ _TESTS: dict[str, tuple[str, ...]] = {
     "distillation/test_by_kernels.py::test_filtered_is_no_worse_than_dense_16_bit": (
         "triton_cuda",
     ),
-    "distillation/test_by_kernels.py::test_filtered_over_two_gpus": ("[True-",),
+    "distillation/by_kernels/test_ranks.py::test_filtered_over_two_gpus": ("[True-",),
     "distillation/test_screened_teacher.py::test_errors_are_at_most_those_of_dense_bf16": (
         *("triton_cuda-plain", "triton_cuda-softcaps"),
     ),
