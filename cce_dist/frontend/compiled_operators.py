@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from cce_dist.ranks.transport import Group
 
 
+# Bytes at which the compiler takes each operator's result to begin.
+ALIGNED = 16
+
+
 @dataclass(frozen=True)
 class Bound:
     """The arguments of a compiled call that are no tensors; operators know them by a string key."""
@@ -160,12 +164,14 @@ def two_pass(
 
 
 def apart(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies each tensor that shares memory with an earlier one: operators may not return views."""
+    """Copies each tensor that shares memory with an earlier one: operators may not return views.
+    Copies each that does not begin at ALIGNED bytes, too: compiled loops take it to do so."""
     seen: set[int] = set()
     out = []
     for tensor in tensors:
         memory = tensor.untyped_storage().data_ptr()
-        out.append(tensor.clone() if memory in seen else tensor)
+        is_aligned = tensor.storage_offset() * tensor.itemsize % ALIGNED == 0
+        out.append(tensor if memory not in seen and is_aligned else tensor.clone())
         seen.add(memory)
     return out
 

@@ -18,6 +18,7 @@ from cce_dist.testing import DTYPES, TORCH_CPU, TRITON_PLACES, Place, shared_poo
 from tests.distillation.test_by_kernels import PLAIN, zipf
 from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, upstream_of
 from tests.frontend.compile.compile_cases import WARNING, poison  # noqa: F401
+from tests.support.graphs import AOT_CHECKED
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{WARNING}:DeprecationWarning")
 RELATIVE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
@@ -59,7 +60,7 @@ def check_compiled(both: Both, as_if: str = "", **options: Any) -> None:
     def run(both: Both, leaves: dict[str, Tensor]) -> Any:
         return both.run(leaves, **options)
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=AOT_CHECKED)
     found = results_of(compiled, both)
     options |= {"gradient": as_if} if as_if else {}
     # The order of the mean's sum is another: more tokens than count are in it.
@@ -130,7 +131,7 @@ def test_a_frozen_head_and_no_gradient() -> None:
     def run(hidden: Tensor) -> Any:
         return both.run({"hidden": hidden, "weight": both.weight, "bias": both.bias})
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=AOT_CHECKED)
     with torch.no_grad():
         torch.testing.assert_close(compiled(both.hidden), run(both.hidden))
     hidden = [both.hidden.clone().requires_grad_() for _ in range(2)]
@@ -148,7 +149,7 @@ def test_other_numbers_of_tokens_and_other_options() -> None:
         caps = {"softcap": softcap, "teacher_softcap": 2 * softcap}
         return linear_distillation(*tensors, temperature=temperature, **caps)
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=AOT_CHECKED)
     for count, *numbers in ((6, 1.0, 9.0), (4, 1.0, 9.0), (5, 2.0, 9.0), (5, 3.0, 5.0)):
         arguments = both.hidden[:, :count], both.teacher_hidden[:, :count], *numbers
         torch.testing.assert_close(compiled(*arguments), run(*arguments), rtol=1e-13, atol=0)
@@ -202,7 +203,7 @@ def with_dtensors(group: Any, both: Both) -> None:
         return linear_distillation(hidden, weight, *of_teacher, bias=bias)  # pyright: ignore
 
     results = []
-    for each in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+    for each in (run, torch.compile(run, fullgraph=True, backend=AOT_CHECKED)):
         leaves = {name: x.detach().requires_grad_() for name, x in placed.items()}
         loss = each(**leaves)
         grads = torch.autograd.grad(loss, list(leaves.values()))

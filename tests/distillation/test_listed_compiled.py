@@ -13,6 +13,7 @@ from cce_dist import TeacherLogprobs, teacher_topk
 from tests.distillation import listed_teachers
 from tests.distillation.listed_teachers import DIVERGENCES, RESTS, Student, upstream_of
 from tests.frontend.compile.compile_cases import WARNING, poison  # noqa: F401
+from tests.support.graphs import AOT_CHECKED
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{WARNING}:DeprecationWarning")
 
@@ -32,7 +33,7 @@ def test_compiled(divergence: str, rest: str, monkeypatch: pytest.MonkeyPatch) -
         return there.run(leaves, divergence=divergence, rest=rest, backend="torch")
 
     results = []
-    for each in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+    for each in (run, torch.compile(run, fullgraph=True, backend=AOT_CHECKED)):
         leaves = student.leaves()
         computed = each(leaves, *student.teacher)
         total = (computed.loss * upstream_of(computed.loss)).sum()

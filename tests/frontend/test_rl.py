@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 from cce_dist import TokenLogprobs, TokenSupport, rl, token_logprobs
+from tests.support.graphs import AOT_CHECKED
 
 BATCH, LENGTH, DIM, CLASSES = 4, 6, 5, 9
 INF, NAN = math.inf, math.nan
@@ -312,7 +313,7 @@ def test_grpo_loss_compiled() -> None:
     now = rollout.now()
     assert now.entropy is not None
     leaves = [each.detach().requires_grad_() for each in (now.logprobs, now.entropy)]
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(*leaves)
+    compiled = torch.compile(step, backend=AOT_CHECKED, fullgraph=True)(*leaves)
     eager = step(*leaves)
     torch.testing.assert_close(tuple(compiled), tuple(eager))
     grads = [torch.autograd.grad(each.loss, leaves) for each in (compiled, eager)]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from cce_dist import TokenLogprobs, TokenSupport, VocabShard, token_logprobs
 from cce_dist.testing import DTYPES, Place, grid, shared_pool
 from tests.frontend.dtensor.dtensor_cases import mesh_of, place, whole
+from tests.support.graphs import AOT_CHECKED
 from tests.support.listed_cases import CLASSES, DIM, LEAVES, SHAPE, STATS, Listing
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -147,7 +148,7 @@ def test_as_many_repeated_ids_as_classes(repeated: tuple[int, ...]) -> None:
     expected = listed.gather(1, torch.tensor([[0], [1], [1]]))[:, 0]
     torch.testing.assert_close(logprobs(hidden, weight), expected)
     # A graph does not wait for the ids.
-    compiled = torch.compile(logprobs, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(logprobs, fullgraph=True, backend=AOT_CHECKED)
     with pytest.raises(RuntimeError, match="must list each id once at each token"):
         compiled(hidden, weight)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from tests.frontend.compile.compile_cases import (
     made,
     poison,  # noqa: F401
 )
+from tests.support.graphs import AOT_CHECKED
 from tests.support.grids import GPU_PLACES, joined
 from tests.support.listed_cases import STATS, Listing
 from tests.support.reachable import largest_storage
@@ -118,7 +120,7 @@ def test_compiled_as_eager(place: Place, option: dict[str, Any], dtype: str) -> 
     def run(hidden: Tensor, **more: Tensor) -> Any:
         return linear_cross_entropy(2 * hidden, **more, backend=place.backend, **option)  # pyright: ignore
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=AOT_CHECKED)
     eager, found = step(run, tensors), step(compiled, tensors)
     assert found.keys() == eager.keys()
     for name, expected in eager.items():
@@ -148,7 +150,7 @@ def test_compiled_of_a_batch_without_targets(
     def run(**tensors: Tensor) -> Any:
         return linear_cross_entropy(**tensors, shift=shift, reduction=reduction)  # pyright: ignore
 
-    found = step(torch.compile(run, fullgraph=True, backend="aot_eager"), tensors)
+    found = step(torch.compile(run, fullgraph=True, backend=AOT_CHECKED), tensors)
     left = (*shape[:-1], max(shape[-1] - shift, 0)) if reduction == "none" else ()
     assert found["loss"].shape == left
     assert found["grad_hidden"].shape == (*shape, DIM)
@@ -160,14 +162,14 @@ def test_compiled_with_options_of_another_kind() -> None:
     hidden, weight, targets = torch.randn(9, DIM), torch.randn(CLASSES, DIM), torch.arange(9)
     cap = np.float32(30)
     loss = LinearCrossEntropy(softcap=cap, z_loss=torch.tensor(0.5))
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend=AOT_CHECKED)
     torch.testing.assert_close(compiled(hidden, weight, targets), loss(hidden, weight, targets))
 
     def run(hidden: Tensor) -> Any:
         return linear_cross_entropy(hidden, weight, targets, softcap=cap)  # pyright: ignore
 
     with pytest.raises(Exception, match=r"softcap must be a Python number within torch.compile"):
-        torch.compile(run, fullgraph=True, backend="aot_eager")(hidden)
+        torch.compile(run, fullgraph=True, backend=AOT_CHECKED)(hidden)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_compiled_with_a_temperature_of_each_token(place: Place, learned: bool, 
         )
         return [found.logprobs.detach(), *torch.autograd.grad(total, needing)]
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=AOT_CHECKED)
     for found, expected in zip(gradients(compiled), gradients(run), strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -218,7 +220,7 @@ def test_compiled_has_the_bytes_of_eager_with_invariant(place: Place) -> None:
         return linear_cross_entropy(2 * hidden, **more, **given)  # pyright: ignore
 
     eager = step(run, tensors)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=AOT_CHECKED)
     for name, found in step(compiled, tensors).items():
         assert torch.equal(found, eager[name]), name
 
@@ -243,7 +245,7 @@ def test_compiled_with_listed_ids(supported: bool) -> None:
             **more,
         )
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=AOT_CHECKED)
     results = []
     for each in (run, compiled):
         leaves = listing.leaves()
@@ -257,7 +259,7 @@ def test_compiled_with_listed_ids(supported: bool) -> None:
     torch.testing.assert_close(results[1], results[0])
     if not supported:
         with pytest.raises(Exception, match=r"top_k must be None within torch\.compile"):
-            torch.compile(run, fullgraph=True, backend="aot_eager")(
+            torch.compile(run, fullgraph=True, backend=AOT_CHECKED)(
                 listing.leaves(), *listing.support, top_k=2
             )
 
@@ -271,7 +273,7 @@ def test_compiled_with_screened_logits() -> None:
         return linear_cross_entropy(**tensors, **how)  # pyright: ignore
 
     eager = step(run, tensors)
-    found = step(torch.compile(run, fullgraph=True, backend="aot_eager"), tensors)
+    found = step(torch.compile(run, fullgraph=True, backend=AOT_CHECKED), tensors)
     assert bool(eager["screened"].any())
     torch.testing.assert_close(found, eager)
 
@@ -283,7 +285,7 @@ def test_compiled_with_dataclasses_made_in_the_graph() -> None:
         shard = VocabShard(0, CLASSES, CLASSES)
         return linear_cross_entropy(**tensors, filter=Filter(keep=0.02), vocab_shard=shard)  # pyright: ignore
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=AOT_CHECKED)
     torch.testing.assert_close(step(compiled, tensors), step(run, tensors))
 
 
@@ -295,7 +297,7 @@ def test_compiled_without_gradients() -> None:
         return module(tensors["hidden"], tensors["weight"], tensors["targets"])
 
     with torch.no_grad():
-        eager, found = run(), torch.compile(run, fullgraph=True, backend="aot_eager")()
+        eager, found = run(), torch.compile(run, fullgraph=True, backend=AOT_CHECKED)()
     assert torch.equal(found.lse, eager.lse) and torch.equal(found.correct, eager.correct)
     assert not found.lse.requires_grad
 
@@ -304,7 +306,7 @@ def test_compiled_without_gradients() -> None:
 def test_compiled_with_frozen_inputs(trainable: str) -> None:
     tensors = {n: made(torch.float32)[n].detach() for n in ("hidden", "weight", "targets")}
     tensors[trainable].requires_grad_()
-    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=AOT_CHECKED)
     eager, found = step(linear_cross_entropy, tensors), step(compiled, tensors)
     torch.testing.assert_close(found, eager)
 
@@ -345,7 +347,7 @@ def test_options_that_change() -> None:
     def run(options: dict[str, Any]) -> Any:
         return linear_cross_entropy(**inputs, **options)
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=AOT_CHECKED)
     for values in zip(*CHANGING.values(), strict=True):
         options = dict(zip(CHANGING, values, strict=True))
         torch.testing.assert_close(compiled(options), run(options), rtol=1e-13, atol=0)
@@ -358,7 +360,7 @@ def test_a_temperature_that_changes() -> None:
     def run(temperature: float) -> Any:
         return token_logprobs(**inputs, temperature=temperature).logprobs
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=AOT_CHECKED)
     for temperature in (1.0, 2.0, 3.0):
         torch.testing.assert_close(compiled(temperature), run(temperature), rtol=1e-13, atol=0)
 
@@ -367,7 +369,7 @@ def test_heads_of_several_sizes() -> None:
     def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> Any:
         return linear_cross_entropy(hidden, weight, targets, **{"filter": SOME})
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend=AOT_CHECKED)
     generator = torch.Generator().manual_seed(0)
     for classes, dim in ((500, 16), (600, 16), (700, 24), (800, 24)):
         hidden = torch.randn(50, dim, generator=generator).requires_grad_()
@@ -392,9 +394,6 @@ def test_heads_of_several_sizes() -> None:
 )
 def test_compiled_refusals(options: dict[str, Any], message: str) -> None:
     inputs = [made(torch.float32)[name] for name in ("hidden", "weight", "targets")]
-
-    def run() -> Any:
-        return linear_cross_entropy(*inputs, **options)
-
+    run = partial(linear_cross_entropy, *inputs, **options)
     with pytest.raises(Exception, match=message):
-        torch.compile(run, fullgraph=True, backend="aot_eager")()
+        torch.compile(run, fullgraph=True, backend=AOT_CHECKED)()

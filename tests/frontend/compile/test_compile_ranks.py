@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from cce_dist import VocabShard, linear_cross_entropy
 from cce_dist.testing import CPU_PLACES, Place, grid, shared_pool
 from tests.frontend.compile.compile_cases import CLASSES, DIM, SOME, WARNING, made
+from tests.support.graphs import AOT_CHECKED
 
 pytestmark = [
     # What torch 2.11's compiler imports.
@@ -45,7 +46,7 @@ class Model(nn.Module):
 
 def by_the_default_compiler(_: Any) -> None:
     warnings.filterwarnings("ignore", WARNING, DeprecationWarning)
-    tensors = made(torch.float32)
+    tensors = made(torch.float32, batch=4)
     inputs, targets = tensors["hidden"].detach(), tensors["targets"]
     got = []
     for compiles in (False, True):
@@ -66,7 +67,7 @@ def on_a_group(group: Any, backend: str) -> None:
     """Tensor parallel over uneven shards, sequence parallel, and DTensors."""
     warnings.filterwarnings("ignore", WARNING, DeprecationWarning)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    tensors = made(torch.float32)
+    tensors = made(torch.float32, batch=4)
     if backend == "triton":  # a block of tokens: interpreted, each of twelve calls takes seconds
         tensors |= {name: tensors[name][:2].detach() for name in ("hidden", "targets")}
     hidden, weight, targets = (tensors[name].detach() for name in ("hidden", "weight", "targets"))
@@ -101,7 +102,7 @@ def on_a_group(group: Any, backend: str) -> None:
             )
 
         got = []
-        for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        for function in (run, torch.compile(run, fullgraph=True, backend=AOT_CHECKED)):
             leaves = [x.clone().detach().requires_grad_() for x in (given, rows_of)]
             loss = function(*leaves)
             assert isinstance(loss, DTensor) == name.startswith("dtensor"), name

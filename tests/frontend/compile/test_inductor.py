@@ -1,7 +1,6 @@
 """Compiled to machine code, with loops of the caller's around the loss: the numbers of eager calls.
 
-The compiler joins its own loops with those that read the loss. `aot_eager`, of the other tests, has
-no loops.
+The compiler joins its own loops with those that read the loss. The other tests' has no loops.
 """
 
 from __future__ import annotations
