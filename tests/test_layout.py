@@ -281,6 +281,14 @@ def test_sizes(path: str) -> None:
             assert node.end_lineno - start + 1 <= limit, f"{path}: {node.name} is too long"
 
 
+def test_test_files_are_short() -> None:
+    lengths = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines())
+        for path in (ROOT / "tests").rglob("*.py")
+    }
+    assert {path: length for path, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
 def test_folders_are_small() -> None:
     folders = ("cce_dist", "megatron_patch", "benchmarks", "tests", "launch", "docs")
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*.*"))

@@ -100,7 +100,7 @@ _TESTS: dict[str, tuple[str, ...]] = {
     "backends/triton/test_stats_numbers.py::test_sums_that_nearly_overflow": (
         *("[triton_cuda-bf16-filtered-2000]", "[triton_cuda-bf16-one pass-17]"),
     ),
-    "distillation/test_listed.py::test_values_and_gradients_are_those_of_dense_logits": (
+    "distillation/listed/test_listed.py::test_values_and_gradients_are_those_of_dense_logits": (
         "triton_cuda-forward_kl-class-1-",
     ),
     # Other entry points, and callers that look at what is launched.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cce_dist import TeacherLogprobs, teacher_topk
-from tests.distillation import listed_teachers
-from tests.distillation.listed_teachers import DIVERGENCES, RESTS, Student, upstream_of
+from tests.distillation.listed import listed_teachers
+from tests.distillation.listed.listed_teachers import DIVERGENCES, RESTS, Student, upstream_of
 from tests.frontend.compile.compile_cases import WARNING, poison  # noqa: F401
 from tests.support.graphs import AOT_CHECKED
 

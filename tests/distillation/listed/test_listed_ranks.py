@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cce_dist import TeacherLogprobs, VocabShard, teacher_topk
 from cce_dist.testing import shared_pool
-from tests.distillation.listed_teachers import (
+from tests.distillation.listed.listed_teachers import (
     CLASSES,
     DIVERGENCES,
     OPTIONS,

@@ -1,0 +1,1 @@
+"""Tests of listed_distillation and teacher_topk."""

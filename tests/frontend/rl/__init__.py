@@ -1,0 +1,1 @@
+"""Tests of cce_dist.rl."""
