@@ -24,9 +24,6 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.distributed.constants import default_pg_timeout as GLOO_TIMEOUT
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -283,12 +280,17 @@ def share_device() -> None:
 
     Otherwise each group has a thread that wakes a hundred times a second: 3 % of a core for 40.
     """
+    # Not every torch has gloo, and benchmarks import this module for NCCL.
+    from torch.distributed import distributed_c10d
+    from torch.distributed.constants import default_pg_timeout
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
     gloo: Any = ProcessGroupGloo
     device = gloo.create_default_device()
 
     class Group(ProcessGroupGloo):
         def __init__(
-            self, store: dist.Store, rank: int, size: int, timeout: timedelta = GLOO_TIMEOUT
+            self, store: dist.Store, rank: int, size: int, timeout: timedelta = default_pg_timeout
         ) -> None:
             options = gloo._Options()
             options._devices, options._timeout = [device], timeout

@@ -34,11 +34,6 @@ BATCH = batch()
 MASK = BATCH["labels"] != -100
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return make("llama")
-
-
 class Twice(transformers.LlamaForCausalLM):
     """Calls itself, or another model that has its head, within its forward."""
 

@@ -29,11 +29,6 @@ BATCH = batch()
 MASK = BATCH["labels"] != -100
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return make("llama")
-
-
 def test_a_metric_under_no_grad_leaves_the_gradient(llama: Any) -> None:
     for context in (torch.no_grad, torch.inference_mode):
 
