@@ -27,12 +27,12 @@ def choose_backend(options: LossOptions, hidden: Tensor, num_tokens: int, column
     """
     chosen = _choose(options.backend, hidden, num_tokens, columns)
     by_kernels = chosen is not TORCH
-    # A rank without columns refuses what the others refuse: they would else wait for each other.
-    if options.invariant and num_tokens:
-        _check_invariant(hidden, by_kernels)
-    # Without tokens or columns there are no logits to keep or to screen.
-    if not num_tokens or not columns:
+    # Without tokens there are no logits. A rank without columns refuses what the others refuse:
+    # they would else wait for each other.
+    if not num_tokens:
         return chosen
+    if options.invariant:
+        _check_invariant(hidden, by_kernels)
     if options.keep_logits and not by_kernels:
         raise ValueError(
             'keep_logits=True needs the kernels of backend="triton", but '

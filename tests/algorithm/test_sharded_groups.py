@@ -43,6 +43,13 @@ def test_module_takes_a_device_mesh(function: Any) -> None:
     check_outputs(case, join_ranks(case, parts))
 
 
+# What a backend cannot do, whatever rows a rank has.
+OF_THE_BACKEND: dict[str, dict[str, Any]] = {
+    "screened": {"logits": "screened"},
+    "kept": {"logits": "screened", "keep_logits": True, "backend": "torch"},
+}
+
+
 def refusal(group: dist.ProcessGroup, kind: str) -> str:
     """The message with which this rank refuses, or "" if it does not."""
     rank = dist.get_rank(group)
@@ -75,6 +82,10 @@ def refusal(group: dist.ProcessGroup, kind: str) -> str:
         targets = torch.tensor([0, 1, 2, 35])
     elif kind == "sequence_parallel":
         arguments["sequence_parallel"] = True
+    elif kind in OF_THE_BACKEND:  # the last rank has no columns
+        arguments |= OF_THE_BACKEND[kind]
+        weight = weight[: 0 if rank == 3 else 10]
+        arguments["vocab_shard"] = VocabShard(10 * rank, 10 * rank + len(weight), 30)
     try:
         linear_cross_entropy(hidden, weight, targets, **arguments)
     except ValueError as error:
@@ -95,6 +106,8 @@ def refusal(group: dist.ProcessGroup, kind: str) -> str:
         pytest.param("target", r"targets must .*40", id="target_beyond_the_vocabulary"),
         pytest.param("padded_target", r"targets must .*35", id="target_is_padding"),
         pytest.param("sequence_parallel", r"targets must .*16", id="targets_of_one_slice"),
+        pytest.param("screened", r"cannot run here: hidden is torch.float32", id="screened_fp32"),
+        pytest.param("kept", r"keep_logits=True needs the kernels", id="kept_by_torch"),
     ],
 )
 def test_linear_cross_entropy_refuses_on_every_rank(kind: str, pattern: str) -> None:
