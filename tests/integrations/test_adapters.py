@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from typing import Any
@@ -149,3 +150,25 @@ def test_the_weight_of_a_loss_that_is_kept_goes_with_its_backward() -> None:
     loss.backward()
     # Those of the head's weight, and of B beside it.
     assert not [x().shape for x in saved if x() is not None and x().shape == (VOCAB_SIZE, 36)]
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["unread", "read"])
+def test_hidden_states_go_with_the_output(reads: bool) -> None:
+    """Without the garbage collector, which a loop may not run for many steps."""
+    model = integration.patch(with_lora(target_modules=["lm_head"]))
+    decoder = model.base_model.model.model
+    seen: list[Any] = []
+    decoder.register_forward_hook(lambda *args: seen.append(weakref.ref(args[2][0])))
+    gc.collect()
+    gc.disable()
+    try:
+        output = model(**batch())
+        if reads:
+            output.logits.argmax(-1)
+        assert seen.pop()() is not None
+        output = model(**batch())
+        output.loss.backward()
+        del output
+        assert seen.pop()() is None
+    finally:
+        gc.enable()

@@ -96,9 +96,9 @@ def forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
         deferral.begin()
         try:
             result = run(*args, **kwargs)
+            deferral.check(_loss_in(result))
         finally:
             deferral.end()
-        deferral.check(_loss_in(result))
         return result
 
     # The compiler takes the decoder and leaves out what has no logits.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +53,7 @@ class Deferral:
         # FSDP1 wraps the head's module in one of its own.
         is_wrapped = isinstance(self.head, FullyShardedDataParallel)
         self.inside: Any = self._uncompiled(self.head.module) if is_wrapped else self.head
-        self.call = HeadCall(name, options, said, self.compute)
+        self.name, self.options, self.said = name, options, said
         self.finish: Finish | None = None
         self.thread = threading.get_ident()
         # Hidden states by their id, and the generators' states before the head was first computed
@@ -61,7 +62,10 @@ class Deferral:
 
     @not_compiled
     def begin(self) -> None:
-        head, call = self.head, self.call
+        head, call = self.head, HeadCall(self.name, self.options, self.said, self.compute)
+        # Deferred logits hold the call, and the call this object. Were it held from here after the
+        # forward, hidden states and weights would stay until the garbage collector runs.
+        self.held, self.reference = call, weakref.ref(call)
         call.num_classes = _num_classes(head)
         call.trains = any(x.requires_grad for x in head.parameters())
         call.is_zero3 = any(hasattr(x, "ds_id") for x in head.parameters())
@@ -86,8 +90,14 @@ class Deferral:
 
     @not_compiled
     def end(self) -> None:
-        self.call.stage = DONE
+        self.call.stage, self.held = DONE, None
         _restore(self.replaced)
+
+    @property
+    def call(self) -> HeadCall:
+        call = self.reference()
+        assert call is not None, "only logits that hold it ask after the forward"
+        return call
 
     def _uncompiled(self, module: Any) -> Any:
         while isinstance(module, OptimizedModule):
@@ -231,7 +241,7 @@ class Deferral:
             )
 
     def _refuse(self, reason: str) -> None:
-        raise PatchError(f"{self.call.model} cannot be patched: {reason}")
+        raise PatchError(f"{self.name} cannot be patched: {reason}")
 
     @not_compiled
     def check(self, loss: Any) -> None:
