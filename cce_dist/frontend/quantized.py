@@ -11,12 +11,13 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cce_dist.backends.choose import quantizer_for
 from cce_dist.backends.eight_bits import screen_dtype
 from cce_dist.core.observer import described_by
 from cce_dist.core.types import QuantizedRows
-from cce_dist.frontend.dtensor import require_plain
+from cce_dist.frontend.dtensor import is_dtensor, require_plain
 from cce_dist.frontend.validation import (
     require_rows,
     require_tensor,
@@ -109,6 +110,31 @@ class QuantizedWeight:
                 "quantized_weight is of earlier values of weight, which has changed since; call "
                 "quantized_weight.refresh(weight) after the change"
             )
+
+
+def _notice_steps(copy: QuantizedWeight) -> None:
+    """Lets a step of an optimizer on the weight make the copy one of earlier values: a fused
+    optimizer leaves the weight's version as it is. The hook goes with the copy."""
+    reference = weakref.ref(copy)
+
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        copy = reference()
+        # A compiled step changes versions.
+        if copy is None or torch.compiler.is_compiling():
+            return
+        storage = copy.storage()
+        parameters = (x for group in optimizer.param_groups for x in group["params"])
+        if any(_local(x).untyped_storage() is storage for x in parameters if x.grad is not None):
+            copy.version = _EARLIER
+
+    weakref.finalize(copy, register_optimizer_step_post_hook(note).remove)
+
+
+_EARLIER = -1  # no weight's version
+
+
+def _local(parameter: Any) -> Tensor:
+    return parameter._local_tensor if is_dtensor(parameter) else parameter
 
 
 # An address and a version are values, which `check` compares in each call.
@@ -273,4 +299,6 @@ def quantize_weight(
     dtype = screen_dtype(screen, weight)
     moments = _moments_of(hidden, weight, quantizer)
     rows = quantizer.quantize_weight(weight[:classes].detach(), moments, dtype)
-    return QuantizedWeight(rows, screen, weight.dtype, backend, *_identity(weight))
+    copy = QuantizedWeight(rows, screen, weight.dtype, backend, *_identity(weight))
+    _notice_steps(copy)
+    return copy

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from cce_dist import QuantizedWeight, Screen, linear_cross_entropy, quantize_weight
 from cce_dist.testing import (
@@ -111,6 +116,49 @@ def test_quantized_weight_saves_a_step(place: Place) -> None:
     torch.testing.assert_close(lse(kept), lse(None), atol=2e-3, rtol=0)
     kept.refresh(weight, inputs.hidden)
     torch.testing.assert_close(lse(kept), lse(None), atol=1e-3, rtol=0)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "dtensor"])
+def test_a_step_of_a_fused_optimizer_is_noticed(sharded: bool, mesh: DeviceMesh) -> None:
+    """It writes the weight, and leaves its version."""
+    inputs = zipf_inputs(40, 700, 24, generator=generator(), dtype=torch.float16)
+    weight = torch.nn.Parameter(inputs.weight.clone())
+    if sharded:
+        weight = torch.nn.Parameter(DTensor.from_local(weight.detach(), mesh, [Shard(0)]))
+    local = weight._local_tensor if isinstance(weight, DTensor) else weight
+    hidden = torch.nn.Parameter(inputs.hidden)
+    optimizer = torch.optim.AdamW([weight, hidden], fused=True)
+    kept = quantize_weight(local, screen=WIDE)
+
+    def step(*stepped: torch.nn.Parameter) -> None:
+        optimizer.zero_grad()
+        for each in stepped:
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+        screened: Any = {**SCREENED, "quantized_weight": kept}
+        linear_cross_entropy(inputs.hidden, local, inputs.targets, **screened)
+
+    step(hidden)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"earlier values of weight.*refresh"):
+            step(weight)
+        kept.refresh(local)
+        step()
+
+
+def test_no_hook_of_optimizers_outlives_its_copy() -> None:
+    before = len(_global_optimizer_post_hooks)
+    kept = quantize_weight(torch.ones(3, 4).half())
+    assert len(_global_optimizer_post_hooks) == before + 1
+    del kept
+    assert len(_global_optimizer_post_hooks) == before
 
 
 @pytest.mark.parametrize(**grid(places=CPU_PLACES))
