@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from cce_dist import LossOptions
+from cce_dist.integrations.errors import PatchError
 from cce_dist.integrations.log import logger
 from cce_dist.integrations.transformers.head import Deferral
 from cce_dist.integrations.transformers.logits import DeferredLogits
@@ -92,6 +93,11 @@ def forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
             # TRL's forward calls no head.
             _say_whose_loss(cls.__name__, patch.said)
             return run(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            raise PatchError(
+                f"{cls.__name__} must be in eval(), or without labels, for torch.export while it "
+                "is patched; to export its loss call remove(model) before"
+            )
         deferral = Deferral(self.get_output_embeddings(), cls.__name__, patch.options, patch.said)
         deferral.begin()
         try:
@@ -101,13 +107,24 @@ def forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
             deferral.end()
         return result
 
-    # The compiler takes the decoder and leaves out what has no logits.
-    disable: Any = torch.compiler.disable
-    patched: Any = functools.wraps(cls.forward)(disable(forward, recursive=False))
+    patched: Any = functools.wraps(cls.forward)(_beside_compiler(forward))
     # Accelerate undoes its own wrapper of a forward by going on to the last `__wrapped__`.
     del patched.__wrapped__
     patched.__signature__ = signature
     return patched
+
+
+def _beside_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps torch.compile out of a forward that has no logits, but not out of what it calls."""
+    disable: Any = torch.compiler.disable
+    left_out = disable(function, recursive=False)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # torch.export can leave nothing out.
+        run = function if torch.compiler.is_exporting() else left_out
+        return run(self, *args, **kwargs)
+
+    return forward
 
 
 def _loss_in(result: Any) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -76,13 +77,12 @@ class Deferral:
             if each._forward_hooks or each._forward_pre_hooks:
                 self._refuse("a hook of its compiled head would not run; give it to the head")
         for name in ("forward_hooks", "backward_hooks", "backward_pre_hooks"):
-            hooks = (
-                x for module in self.head.modules() for x in getattr(module, f"_{name}").values()
-            )
+            of_head = (getattr(x, f"_{name}").values() for x in self.head.modules())
+            hooks = chain(_of_all_modules(name), *of_head)
             for hook in (x for x in hooks if not comes_from_wrapper(x)):
                 self._refuse(
-                    f"a {name.split('_')[0]} hook of its head, {hook}, would get the loss, or its "
-                    "gradient, in place of logits; remove the hook"
+                    f"a {name.split('_')[0]} hook of its head or of all modules, {hook}, would get "
+                    "the loss, or its gradient, in place of logits; remove the hook"
                 )
         outer = getattr(self.inside.forward, "__self__", None)
         self.outer = outer if isinstance(outer, Deferral) else None
@@ -284,7 +284,13 @@ def _may_draw(module: nn.Module) -> bool:
     but a plain linear map may."""
     if type(module).forward is not nn.Linear.forward:
         return True
-    return not all(comes_from_wrapper(x) for x in module._forward_pre_hooks.values())
+    hooks = chain(_of_all_modules("forward_pre_hooks"), module._forward_pre_hooks.values())
+    return not all(comes_from_wrapper(x) for x in hooks)
+
+
+def _of_all_modules(name: str) -> list[Any]:
+    """Returns hooks that torch.nn.modules.module has registered for every module."""
+    return list(getattr(nn.modules.module, f"_global_{name}").values())
 
 
 def _state_of(head: nn.Module) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel.distributed import _DDPSink
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from cce_dist import LossOptions, linear_cross_entropy
 from cce_dist.integrations.errors import PatchError
@@ -219,10 +221,12 @@ def _dtype_of(logits: DeferredLogits) -> torch.dtype:
 
 
 @handles(Tensor.register_hook)
-def _register_hook(logits: DeferredLogits, hook: Any) -> None:
-    """Nothing: FSDP's hooks of its root's outputs wait for the first gradient, the loss's."""
+def _register_hook(logits: DeferredLogits, hook: Any) -> RemovableHandle:
+    """Returns a handle of nothing: FSDP's hooks of its root's outputs wait for the first gradient,
+    the loss's."""
     if not comes_from_wrapper(hook):
         _retain_grad(logits)
+    return RemovableHandle(OrderedDict())
 
 
 @handles(Tensor.retain_grad)

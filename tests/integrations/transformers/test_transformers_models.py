@@ -291,3 +291,16 @@ def test_no_logits_under_ddp(llama: Any, option: str, tmp_path: Path) -> None:
             assert not outputs[0].logits.is_computed
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["plain", "strict"])
+def test_a_patched_model_is_exported(strict: bool) -> None:
+    inputs = {"input_ids": batch()["input_ids"], "use_cache": False}
+    model = make("llama", num_hidden_layers=1).eval()
+    expected = model(**inputs).logits
+    integration.patch(model)
+    exported = torch.export.export(model, (), inputs, strict=strict).module()
+    assert torch.equal(exported(**inputs).logits, expected)
+    # The compiler, which a strict export begins with, wraps it.
+    with pytest.raises(Exception, match=r"must be in eval\(\), or without labels"):
+        torch.export.export(model.train(), (), {**batch(), "use_cache": False}, strict=strict)

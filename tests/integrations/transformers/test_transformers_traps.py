@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -137,11 +139,16 @@ def test_what_would_get_the_loss_or_no_gradient_is_refused(llama: Any) -> None:
     for register in (
         llama.lm_head.register_full_backward_hook,
         llama.lm_head.register_full_backward_pre_hook,
+        module.register_module_full_backward_hook,
+        module.register_module_full_backward_pre_hook,
+        module.register_module_forward_hook,
     ):
         handle = register(lambda *_: None)
-        with pytest.raises(PatchError, match="a backward hook of its head"):
-            llama(**BATCH)
-        handle.remove()
+        try:
+            with pytest.raises(PatchError, match="ward hook of its head or of all modules"):
+                llama(**BATCH)
+        finally:
+            handle.remove()
     logits = llama(**BATCH).logits
     loss = F.cross_entropy(logits.flatten(0, 1), BATCH["labels"].flatten())
     for ask in (
@@ -155,6 +162,13 @@ def test_what_would_get_the_loss_or_no_gradient_is_refused(llama: Any) -> None:
     logits.exp()
     with pytest.raises(PatchError, match="no gradient of its logits"):
         logits.retain_grad()
+
+
+def test_a_hook_of_torchs_own_counts_the_operations(llama: Any) -> None:
+    integration.patch(llama)
+    with FlopCounterMode(display=False) as counter:
+        llama(**BATCH).loss.backward()
+    assert "LlamaForCausalLM.lm_head" in counter.get_flop_counts()
 
 
 def test_a_head_within_a_reentrant_checkpoint_is_refused(llama: Any) -> None:
