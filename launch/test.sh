@@ -19,9 +19,11 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS=1
 export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
+# pyright uses one core; the pages are built beside it, without the theme's advertisement of its
+# successor.
+NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet &
 pyright
-# Without the theme's advertisement of its successor.
-NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+wait $!
 # Two processes keep two cores busy; three take longer, and delay ranks that have seconds to answer.
 # The training job's tests come last and take long: an idle process takes tests from the other.
 python -m pytest --numprocesses 2 --dist worksteal "$@"
