@@ -89,9 +89,10 @@ def two_models(sure: bool) -> tuple[Tensor, ...]:
     """Both models' hidden states and weights, and targets."""
     made = torch.Generator().manual_seed(0)
     weight = torch.nn.functional.normalize(torch.randn(640, 64, generator=made))
-    targets = torch.randint(640, (140,), generator=made)
-    hidden = torch.randn(140, 64, generator=made) / 8 + (12 if sure else 4) * weight[targets]
-    of_teacher = hidden + torch.randn(140, 64, generator=made) / 8
+    # One block: blocks are computed one after the other, and each as this one.
+    targets = torch.randint(640, (120,), generator=made)
+    hidden = torch.randn(120, 64, generator=made) / 8 + (12 if sure else 4) * weight[targets]
+    of_teacher = hidden + torch.randn(120, 64, generator=made) / 8
     teacher = with_300(of_teacher, weight + 0.03 * torch.randn(640, 64, generator=made))
     return *with_300(hidden, weight), *teacher, targets
 

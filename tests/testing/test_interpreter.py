@@ -117,8 +117,14 @@ def test_stand_in_of_a_function(interpreter: Any, left: str) -> None:
         check(tl.maximum, *operands)
         for layout in ("plain", "column", "transposed", "scalar"):
             check(tl.where, block(interpreter, "int1", layout), *operands)
+            if left.startswith("float"):
+                check(tl.fma, *operands, block(interpreter, left, layout, seed=2))
     for one, number in itertools.product(LAYOUTS, (0, 3, 0.5)):
-        check(tl.where, block(interpreter, "int1", "plain"), block(interpreter, left, one), number)
+        operand = block(interpreter, left, one)
+        check(tl.where, block(interpreter, "int1", "plain"), operand, number)
+        if left.startswith("float"):
+            check(tl.fma, operand, block(interpreter, left, "scalar"), number)
+            check(tl.fma, number, operand, -0.0)
 
 
 def test_stand_ins_keep_the_sign_of_zero(interpreter: Any) -> None:

@@ -40,6 +40,7 @@ def functions(tools: Tools) -> Makers:
     makers: Makers = {
         "arange": lambda slow: _arange(tools, slow),
         "dot": lambda slow: _dot(tools, slow),
+        "fma": lambda slow: _fma(tools, slow),
         "full": lambda slow: _full(tools, slow),
         "maximum": lambda slow: between(tools, slow, (np.maximum, np.fmax)),
         "minimum": lambda slow: between(tools, slow, (np.minimum, np.fmin)),
@@ -227,6 +228,52 @@ def _where(tools: Tools, slow: Function) -> Function:
         return tensor_of(np.where(*data), plan.like)
 
     return where
+
+
+def _fma(tools: Tools, slow: Function) -> Function:
+    """Returns the stand-in of fma(x, y, z) of tensors of one dtype, and of numbers."""
+    tensor, constexpr, typed_number = tools.core.tensor, tools.core.constexpr, tools.typed_number
+    handle, builder = tools.interpreter.TensorHandle, tools.interpreter.interpreter_builder
+    plans: dict[Any, Any] = {}
+
+    def plan_for(operands: tuple[Any, ...], result: Any) -> Plan | None:
+        dtype = operands[0].dtype
+        if any(each.dtype.name != dtype.name for each in operands):
+            return None
+
+        def compute(*data: Any) -> Any:
+            return builder.create_fma(*[handle(each, dtype) for each in data]).data
+
+        return plan_of(compute, operands, None, result)
+
+    def fma(x: Any, y: Any, z: Any, _semantic: Any = None) -> Any:
+        values = [each.value if type(each) is constexpr else each for each in (x, y, z)]
+        names = [each.dtype.name for each in values if type(each) is tensor]
+        operands = tuple(
+            [
+                typed_number(each, names[0]) if names and type(each) in (int, float) else each
+                for each in values
+            ]
+        )
+        if any(type(each) is not tensor for each in operands):
+            return slow(x, y, z)
+        # A number has not always the dtype of the tensors.
+        key = tuple([(x.type.code, type(each)) for x, each in zip(operands, values, strict=True)])
+        plan = plans.get(key, UNKNOWN)
+        if plan is UNKNOWN:
+            result = slow(x, y, z)
+            plans[key] = plan_for(operands, result)
+            return result
+        if plan is None:
+            return slow(x, y, z)
+        data = [each.handle.data for each in operands]
+        for each, dtype in zip(data, plan.dtypes, strict=True):
+            # The result's layout depends on those of all three.
+            if each.dtype is not dtype or not each.flags.c_contiguous:
+                return slow(x, y, z)
+        return tools.tensor_of(plan.compute(*data), plan.like)
+
+    return fma
 
 
 def _to(tools: Tools, slow: Function) -> Function:
