@@ -34,7 +34,7 @@ class Patch:
 
     Args:
         options: the loss's.
-        function: the patched forward, of `forward_of`.
+        function: the patched forward, of `forward_of` or `forward_over`.
         forward: what the model's own attribute had before; None: its class's.
         is_on: False after `remove`, where another wrapper, such as Accelerate's, holds `function`.
     """
@@ -79,11 +79,41 @@ def forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
 
     It reads the model from its first argument: a deep copy of a patched model uses its own weights.
     """
+    return _patched(cls, _without_wrappers)
+
+
+@functools.cache
+def forward_over(cls: type[nn.Module]) -> Callable[..., Any]:
+    """Returns the same function for a model whose forward somebody has replaced or wrapped.
+
+    `Accelerator.unwrap_model` takes the last `__wrapped__`, and calls it with the model: that is
+    `forward_of`'s function, so the patch stays, and Accelerate's wrapper beneath it goes.
+    """
+    patched: Any = _patched(cls, lambda forward, model: forward)
+    patched.__wrapped__ = forward_of(cls)
+    return patched
+
+
+def _without_wrappers(forward: Callable[..., Any], model: Any) -> Callable[..., Any]:
+    """Returns the forward beneath the wrappers of a model's own, at most its class's."""
+    function = getattr(forward, "__func__", forward)
+    last: Any = inspect.unwrap(function, stop=lambda x: x is type(model).forward)
+    return forward if last is function else functools.partial(last, model)
+
+
+def _patched(cls: type[nn.Module], below: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the functions of `forward_of` and `forward_over`.
+
+    Args: below: chooses what to run, of the forward that the model had before and the model.
+    """
     signature = inspect.signature(cls.forward)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         old, patch = vars(self).get(ATTRIBUTE), patch_of(self)
-        run = (old and old.forward) or functools.partial(cls.forward, self)
+        if old is None or old.forward is None:
+            run = functools.partial(cls.forward, self)
+        else:
+            run = below(old.forward, self)
         if patch is None:
             return run(*args, **kwargs)
         patched_models.add(self)

@@ -22,6 +22,7 @@ from cce_dist.integrations.transformers.forward import (
     Patch,
     count_step,
     forward_of,
+    forward_over,
     patch_of,
     patched_models,
 )
@@ -203,7 +204,7 @@ def _patch(model: Any, options: LossOptions) -> None:
     if old is not None and _is_held(model, old):
         old.options, old.is_on = options, True
     else:
-        function = forward_of(type(model))
+        function = (forward_of if forward is None else forward_over)(type(model))
         setattr(model, ATTRIBUTE, Patch(options, function, forward))
         model.forward = types.MethodType(function, model)
         model._replicate_for_data_parallel = types.MethodType(_replicate_for_data_parallel, model)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import io
 import os
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -193,18 +195,30 @@ def test_a_context_leaves_what_was_patched_before() -> None:
     assert len(integration.status().models) == 3
 
 
-def test_accelerate_unwraps_a_patched_model() -> None:
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_accelerate_unwraps_a_patched_model(llama: Any, patched_first: bool) -> None:
     accelerate = pytest.importorskip("accelerate")
+    expected, model = llama(**BATCH).loss, copy.deepcopy(llama)
     # A process has one precision, and a Trainer of another test may have set it.
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     try:
         accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
-        model = accelerator.prepare(integration.patch(make("llama")))
+        if patched_first:
+            integration.patch(model)
+        integration.patch(accelerator.prepare(model))
         for _ in range(2):
             assert isinstance(model(**BATCH).logits, DeferredLogits)
             accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-            assert isinstance(model(**BATCH).logits, DeferredLogits)
-            model = accelerator.prepare(model)
+            output = model(**BATCH)
+            assert isinstance(output.logits, DeferredLogits)
+            # Without autocast, as Accelerate leaves a model.
+            torch.testing.assert_close(output.loss, expected, atol=1e-6, rtol=0)
+            assert "input_ids" in inspect.signature(model.forward).parameters
+            assert pickle.loads(pickle.dumps(model)).forward.__func__ is type(model).forward
+            accelerator.prepare(model)
+        integration.remove(model)
+        accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        assert type(model(**BATCH).logits) is Tensor
     finally:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     # A patch that somebody has put aside is not said to be there.
