@@ -53,12 +53,12 @@ def megatron_flags(model: Model, job: Job, layout: Sequence[int]) -> list[str]:
         ("--grad-reduce-in-bf16", job.gradients == "bf16"),
         (f"--context-parallel-size {job.cp}", job.cp > 1),
         (f"--expert-model-parallel-size {job.ep}", job.ep > 1),
-        # Megatron warns about sequence parallelism with one rank.
+        # Megatron warns about sequence parallelism with one rank, and refuses overlap without it.
         ("--sequence-parallel", job.sequence_parallel and job.tp > 1),
+        ("--tp-comm-overlap", job.overlap_tensor and job.tp > 1),
         ("--use-distributed-optimizer", job.distributed_optimizer),
         ("--overlap-grad-reduce", job.overlap_data),
         ("--overlap-param-gather", job.overlap_data and job.distributed_optimizer),
-        ("--tp-comm-overlap", job.overlap_tensor),
         (f"--attention-backend {backend}", job.attention != "auto"),
         # Megatron's defaults are 0.1.
         ("--attention-dropout 0", not job.dropout),

@@ -61,6 +61,9 @@ def test_megatrons_flags_of_overlap() -> None:
     assert "--overlap-param-gather" not in flags
     for flag in ("--overlap-grad-reduce", "--tp-comm-overlap", "--attention-backend fused"):
         assert flag in flags
+    # Megatron refuses the overlap without sequence parallelism, which needs two ranks.
+    alone = megatron_flags(LLAMA, replace(job, tp=1), (32,))
+    assert not {"--tp-comm-overlap", "--sequence-parallel"} & set(alone)
     # Its defaults are 0.1.
     assert "--attention-dropout 0" in flags and "--hidden-dropout 0" in flags
     shared = replace(job, distributed_optimizer=True, dropout=True)
