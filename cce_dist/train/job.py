@@ -72,8 +72,10 @@ def _train_and_report(
 ) -> None:
     display = Display(ranks.is_main)
     heartbeat.place.phase = "preparing the text"
-    cache = _share_tokens(config, ranks, display, resume, locks)
-    batches = split_tokens(cache.tokens(), config, ranks.dp)
+    with ExitStack() as refused:
+        cache = _share_tokens(config, ranks, display, resume, locks, refused)
+        batches = split_tokens(cache.tokens(), config, ranks.dp)
+        refused.pop_all()
     if cache.num_merged < config.data.vocab_size:
         display.warn(
             f"the text gives {cache.num_merged} tokens of data.vocab_size="
@@ -126,11 +128,16 @@ def _trained(job: Job, folder: Path, head: str, resume: bool) -> Run | None:
 
 
 def _share_tokens(
-    config: TrainConfig, ranks: Ranks, display: Display, resume: bool, locks: ExitStack
+    config: TrainConfig,
+    ranks: Ranks,
+    display: Display,
+    resume: bool,
+    locks: ExitStack,
+    refused: ExitStack,
 ) -> TokenCache:
     """Prepares folder and text on the main rank; other ranks wait as long as that rank lives."""
     if ranks.is_main:
-        _open_run(config, display, resume, locks)
+        _open_run(config, display, resume, locks, refused)
         mark = secrets.token_hex(8)
         with writing(LOCK, config.run_dir):
             (config.run_dir / LOCK).write_text(mark)
@@ -178,10 +185,14 @@ def _reads(path: Path, mark: str) -> bool:
     return False
 
 
-def _open_run(config: TrainConfig, display: Display, resume: bool, locks: ExitStack) -> None:
+def _open_run(
+    config: TrainConfig, display: Display, resume: bool, locks: ExitStack, refused: ExitStack
+) -> None:
     """Makes the run's folder, or finds it, and checks that a checkpoint can be written there.
 
-    Args: locks: hold the folder from then on.
+    Args:
+        locks: hold the folder from then on.
+        refused: closed, it takes a new folder away, and the earlier run has its name again.
     """
     num_bytes = checkpoint_bytes(config)
     # Unlike Path's method, os.path raises nothing for a folder that this user may not read.
@@ -195,7 +206,8 @@ def _open_run(config: TrainConfig, display: Display, resume: bool, locks: ExitSt
         return require_space(config.run_dir, "run.out", 0 if is_done else num_bytes)
     # The check comes before an earlier run is moved: if it fails, that run can still be resumed.
     require_space(config.run.out, "run.out", num_bytes)
-    move_aside(config.run_dir, display)
+    earlier = move_aside(config.run_dir, display)
+    refused.callback(_move_back, config.run_dir, earlier, display)
     with writing("the folder of the run", config.run.out):
         config.run_dir.mkdir(exist_ok=True)
     locks.enter_context(held(config.run_dir))
@@ -219,10 +231,13 @@ def _prepare_tokens(
     return cache
 
 
-def move_aside(folder: Path, display: Display) -> None:
-    """Renames an earlier run's folder: a new run must neither destroy it nor mix with it."""
+def move_aside(folder: Path, display: Display) -> Path | None:
+    """Renames an earlier run's folder: a new run must neither destroy it nor mix with it.
+
+    Returns: the folder's new name; None: there was no earlier run.
+    """
     if not os.path.exists(folder):
-        return
+        return None
     number = 1
     while folder.with_name(f"{folder.name}.previous-{number}").exists():
         number += 1
@@ -232,3 +247,14 @@ def move_aside(folder: Path, display: Display) -> None:
     with lock, writing("another name for the earlier run", folder.parent):
         folder.rename(target)
     display.say(f"moved the earlier run to {target} (--resume would have continued it)")
+    return target
+
+
+def _move_back(folder: Path, earlier: Path | None, display: Display) -> None:
+    """Undoes `_open_run` where the text is refused: `--resume` has to find the earlier run."""
+    with suppress(OSError):
+        (folder / LOCK).unlink(missing_ok=True)
+        folder.rmdir()
+        if earlier is not None:
+            earlier.rename(folder)
+            display.say(f"moved the earlier run back to {folder}")

@@ -204,6 +204,29 @@ def test_move_aside_keeps_the_earlier_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        pytest.param(None, "data.paths: cannot read", id="no such file"),
+        pytest.param("A few words.", "the text must", id="too few tokens"),
+    ],
+)
+@pytest.mark.parametrize("is_earlier", [True, False], ids=["earlier run", "first run"])
+def test_a_text_that_is_refused_leaves_the_folder_of_the_run(
+    shared: Path, tmp_path: Path, text: str | None, rule: str, is_earlier: bool
+) -> None:
+    config, path = write_config(shared, tmp_path, "same"), tmp_path / "a.txt"
+    if is_earlier:
+        (tmp_path / "same" / "checkpoints").mkdir(parents=True)
+    if text is not None:
+        path.write_text(text)
+    before = sorted(tmp_path.rglob("*"))
+    command = ("train", str(config), "--data", str(path))
+    code, output = run_forked(0, tmp_path / "output.txt", *command)
+    assert code == 2 and rule in output, output
+    assert sorted({*tmp_path.rglob("*")} - {tmp_path / "output.txt"}) == before
+
+
+@pytest.mark.parametrize(
     ("number", "to_ranks"),
     [
         pytest.param(signal.SIGINT, False, id="SIGINT to torchrun"),
