@@ -19,11 +19,13 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS=1
 export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
-# pyright uses one core; the pages are built beside it, without the theme's advertisement of its
-# successor.
-NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet &
-pyright
-wait $!
+# Each of these takes one core, so they run beside the first tests, and have their say after the last.
+# The pages are built without the theme's advertisement of its successor.
+{ pyright && NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet; } > .venv/checks.txt 2>&1 &
+checks=$!
 # Two processes keep two cores busy; three take longer, and delay ranks that have seconds to answer.
 # The training job's tests come last and take long: an idle process takes tests from the other.
-python -m pytest --numprocesses 2 --dist worksteal "$@"
+tests=0
+python -m pytest --numprocesses 2 --dist worksteal "$@" || tests=$?
+wait $checks || { cat .venv/checks.txt >&2; exit 1; }
+exit $tests
