@@ -112,6 +112,10 @@ class QuantizedWeight:
             )
 
 
+# The version that a copy of earlier values has: no weight has it.
+_EARLIER = -1
+
+
 def _notice_steps(copy: QuantizedWeight) -> None:
     """Lets a step of an optimizer on the weight make the copy one of earlier values: a fused
     optimizer leaves the weight's version as it is. The hook goes with the copy."""
@@ -128,9 +132,6 @@ def _notice_steps(copy: QuantizedWeight) -> None:
             copy.version = _EARLIER
 
     weakref.finalize(copy, register_optimizer_step_post_hook(note).remove)
-
-
-_EARLIER = -1  # no weight's version
 
 
 def _local(parameter: Any) -> Tensor:

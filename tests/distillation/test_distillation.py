@@ -15,6 +15,7 @@ from cce_dist import DistillationOutput, VocabShard, linear_distillation
 from cce_dist.core.allocations import track_allocations
 from cce_dist.reference import divergence_reference, reference_logits
 from cce_dist.testing import DTYPES, RankError, shared_pool
+from tests.support.head_cases import check_reduction, on_rank
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
 TOKENS, CLASSES, PADDED, DIM, TEACHER_DIM = (4, 35), 700, 706, 24, 40
@@ -66,6 +67,16 @@ class Both:
         kernel of tiles has a program for each, which Triton's interpreter runs after each other."""
         tokens = ("hidden", "teacher_hidden", "targets")
         return replace(self, **{name: getattr(self, name)[:, :6].contiguous() for name in tokens})
+
+    def with_teacher_on(self, group: Any, rows: slice, split: bool) -> Both:
+        """With a rank's rows of the teacher's head, and with `split` its part of the tokens."""
+        hidden = self.teacher_hidden
+        return replace(
+            self,
+            teacher_weight=self.teacher_weight[rows],
+            teacher_bias=self.teacher_bias[rows],
+            teacher_hidden=hidden.chunk(group.size())[group.rank()] if split else hidden,
+        )
 
     def leaves(self) -> dict[str, Tensor]:
         tensors = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
@@ -206,12 +217,7 @@ def test_a_tile_that_the_student_masks() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_reductions_and_weights(reduction: Any) -> None:
-    both, weights = Both.make(torch.float64), torch.rand(TOKENS).double()
-    each = both.run(both.leaves())
-    found = both.run(both.leaves(), reduction=reduction, token_weight=weights)
-    total = (each.loss * weights[..., 1:]).sum()
-    number = (both.targets[..., 1:] >= 0).sum() if reduction == "mean" else 1
-    torch.testing.assert_close(found.loss, total / number)
+    check_reduction(Both.make(torch.float64), reduction)
 
 
 def test_without_targets_all_tokens_count() -> None:
@@ -265,24 +271,8 @@ def test_no_logits_are_allocated() -> None:
 
 
 def on_a_rank(group: Any, both: Both, cuts: tuple[int, ...], split: bool, how: str) -> Any:
-    rank = dist.get_rank(group)
-    start, stop = cuts[rank], cuts[rank + 1]
-    leaves = both.leaves()
-    leaves |= {
-        name: leaves[name].detach()[start:stop].clone().requires_grad_()
-        for name in ("weight", "bias")
-    }
-    teacher = {
-        "teacher_weight": both.teacher_weight[start:stop],
-        "teacher_bias": both.teacher_bias[start:stop],
-    }
-    if split:
-        rows = leaves["hidden"].detach().chunk(group.size())
-        leaves["hidden"] = rows[rank].clone().requires_grad_()
-        teacher["teacher_hidden"] = both.teacher_hidden.chunk(group.size())[rank]
-    shard = VocabShard(start, stop, CLASSES)
-    more = {"group": group, "vocab_shard": shard, "sequence_parallel": split}
-    found = replace(both, **teacher).run(leaves, divergence=how, **more)
+    leaves, options, rows = on_rank(both.leaves(), group, cuts, split=split)
+    found = both.with_teacher_on(group, rows, split).run(leaves, divergence=how, **options)
     (found.loss * upstream_of(found.loss)).sum().backward()
     values = tuple(x.detach() for x in found if x is not None)
     return values, {name: x.grad for name, x in leaves.items()}

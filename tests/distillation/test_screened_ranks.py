@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -10,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cce_dist import VocabShard
 from cce_dist.backends.triton import backend as triton_backend
 from cce_dist.backends.triton.teacher import eight_bits
 from cce_dist.testing import nccl_pool, shared_pool
 from tests.distillation.test_by_kernels import PLAIN, gradients, wide_leaves, zipf
 from tests.distillation.test_distillation import Both, error
 from tests.distillation.test_screened_teacher import rms
+from tests.support.head_cases import on_rank
 
 
 def on_a_rank(group: Any, both: Both, cuts: tuple[int, ...], rough: int | None) -> Any:
@@ -24,20 +23,15 @@ def on_a_rank(group: Any, both: Both, cuts: tuple[int, ...], rough: int | None) 
     rank = dist.get_rank(group)
     if dist.get_backend(group) == "nccl":
         both = Both(*(x.cuda() for x in vars(both).values()))
-    start, stop = cuts[rank], cuts[rank + 1]
-    leaves = both.leaves()
-    for name in ("weight", "bias"):
-        leaves[name] = leaves[name].detach()[start:stop].clone().requires_grad_()
-    rows = {name: getattr(both, name)[start:stop] for name in ("teacher_weight", "teacher_bias")}
+    leaves, options, rows = on_rank(both.leaves(), group, cuts)
     most = eight_bits.MAX_ERROR
     if rank == rough:
         eight_bits.MAX_ERROR = 0.0
     try:
-        out = replace(both, **rows).run(
+        out = both.with_teacher_on(group, rows, False).run(
             leaves,
             **{**PLAIN, "reduction": "none", "stats": ("divergence", "screened")},
-            group=group,
-            vocab_shard=VocabShard(start, stop, len(both.weight)),
+            **options,
             backend="triton",
             logits="screened",
         )

@@ -10,27 +10,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cce_dist import TokenLogprobs, TokenSupport, VocabShard, token_logprobs
+from cce_dist import TokenLogprobs, TokenSupport, token_logprobs
 from cce_dist.testing import shared_pool
 from tests.frontend.dtensor.dtensor_cases import mesh_of, place, whole
 from tests.frontend.test_support import compute, differentiated, gradients
+from tests.support.head_cases import on_rank
 from tests.support.listed_cases import CLASSES, Listing
 
 
 def on_a_rank(group: Any, listing: Listing, cuts: tuple[int, ...], split: bool) -> dict[str, Any]:
-    rank = dist.get_rank(group)
-    start, stop = cuts[rank], cuts[rank + 1]
-    leaves = listing.leaves()
-    for name in ("weight", "bias"):
-        leaves[name] = leaves[name].detach()[start:stop].clone().requires_grad_()
-    if split:
-        rows = leaves["hidden"].detach().chunk(group.size())
-        leaves["hidden"] = rows[rank].clone().requires_grad_()
+    leaves, options, _ = on_rank(listing.leaves(), group, cuts, split=split)
     found = {}
     for supported in (True, False):
-        shard = VocabShard(start, stop, CLASSES)
-        more: dict[str, Any] = {"group": group, "vocab_shard": shard, "sequence_parallel": split}
-        values = compute(listing, leaves, supported=supported, top_k=7, **more)
+        values = compute(listing, leaves, supported=supported, top_k=7, **options)
         usable = listing.usable(0)
         grads = gradients(values, usable, differentiated(leaves, supported))
         plain = [None if x is None else x.detach() for x in values]

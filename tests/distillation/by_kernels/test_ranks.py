@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cce_dist import Filter, VocabShard
+from cce_dist import Filter
 from cce_dist.testing import nccl_pool, shared_pool
 from tests.distillation.test_by_kernels import (
     BY_HOPPER,
@@ -24,26 +23,15 @@ from tests.distillation.test_by_kernels import (
     zipf,
 )
 from tests.distillation.test_distillation import CLASSES, Both, error
+from tests.support.head_cases import on_rank
 
 
 def on_a_rank(group: Any, both: Both, cuts: tuple[int, ...], split: bool, call: Any) -> Any:
-    rank = dist.get_rank(group)
     if both.hidden.device.type != group_device(group):
         both = Both(*(x.to(group_device(group)) for x in vars(both).values()))
-    start, stop = cuts[rank], cuts[rank + 1]
-    leaves = both.leaves()
-    for name in ("weight", "bias"):
-        leaves[name] = leaves[name].detach()[start:stop].clone().requires_grad_()
-    teacher = {
-        "teacher_weight": both.teacher_weight[start:stop],
-        "teacher_bias": both.teacher_bias[start:stop],
-    }
-    if split:
-        leaves["hidden"] = both.hidden.chunk(group.size())[rank].clone().requires_grad_()
-        teacher["teacher_hidden"] = both.teacher_hidden.chunk(group.size())[rank]
-    shard = VocabShard(start, stop, len(both.weight))
-    ranks = {"group": group, "vocab_shard": shard, "sequence_parallel": split}
-    found = replace(both, **teacher).run(leaves, **call, **ranks, backend="triton")
+    leaves, options, rows = on_rank(both.leaves(), group, cuts, split=split)
+    here = both.with_teacher_on(group, rows, split)
+    found = here.run(leaves, **call, **options, backend="triton")
     loss = found if isinstance(found, Tensor) else found.loss
     grads = gradients(loss, leaves)
     return loss.detach().cpu(), {name: x.cpu() for name, x in grads.items()}

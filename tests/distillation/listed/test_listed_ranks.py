@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cce_dist import TeacherLogprobs, VocabShard, teacher_topk
+from cce_dist import TeacherLogprobs, teacher_topk
 from cce_dist.testing import shared_pool
 from tests.distillation.listed.listed_teachers import (
     CLASSES,
@@ -23,6 +23,7 @@ from tests.distillation.listed.listed_teachers import (
     upstream_of,
 )
 from tests.frontend.dtensor.dtensor_cases import mesh_of, place, whole
+from tests.support.head_cases import on_rank
 
 TOP = 7
 
@@ -36,19 +37,7 @@ def topk(leaves: dict[str, Tensor], **options: Any) -> TeacherLogprobs:
 
 
 def on_a_rank(group: Any, student: Student, cuts: tuple[int, ...], split: bool) -> Any:
-    rank = dist.get_rank(group)
-    start, stop = cuts[rank], cuts[rank + 1]
-    leaves = student.leaves()
-    for name in ("weight", "bias"):
-        leaves[name] = leaves[name].detach()[start:stop].clone().requires_grad_()
-    if split:
-        rows = leaves["hidden"].detach().chunk(group.size())
-        leaves["hidden"] = rows[rank].clone().requires_grad_()
-    options: dict[str, Any] = {
-        "group": group,
-        "vocab_shard": VocabShard(start, stop, CLASSES),
-        "sequence_parallel": split,
-    }
+    leaves, options, _ = on_rank(student.leaves(), group, cuts, split=split)
     results = []
     for divergence, rest in itertools.product(DIVERGENCES, RESTS):
         computed = student.run(leaves, divergence=divergence, rest=rest, **options)
