@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.backends.triton import kernels
+from cce_dist.frontend.inputs import Rounding
 from cce_dist.testing import Place, RankPool, shared_pool, speed_up_interpreter
 from cce_dist.testing.forks import GARBAGE, start_fork_server
 from tests.gpu_runs.smoke import is_smoke
@@ -180,6 +181,12 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
         from cce_dist.backends.triton.launch import replay
 
         monkeypatch.setattr(replay, "MOST_KINDS", 0)
+
+
+@pytest.fixture
+def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call has the tokens that it was given: a test looks at tensors within it."""
+    monkeypatch.setattr(Rounding, "of", lambda inputs, options: None)
 
 
 @pytest.fixture(autouse=True)

@@ -93,3 +93,14 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(None if grad is None else next(marked) for grad in input_grads)
 
     return wrapper
+
+
+def is_asked_for(ctx: Any, number: int) -> bool:
+    """Tells whether this backward wants a gradient by the tensor of a number among a function's
+    inputs, which `autograd.grad` may not: a buffer would count it twice."""
+    node = ctx.next_functions[number][0]
+    try:
+        return node is None or torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # autograd.grad by that leaf.
+        return True

@@ -105,6 +105,14 @@ def plays(options: LossOptions, hidden: object, weight: object) -> bool:
     return hidden.is_cuda or (hidden.is_cpu and options.backend == "triton")
 
 
+def goes_to_kernels(options: LossOptions, hidden: Tensor) -> bool:
+    """Tells whether kernels compute a call that has tokens, on a rank that has columns."""
+    from cce_dist.backends.triton.launch.tiles import interpreted, why_not
+
+    by_name = options.backend == "triton" or (options.backend == "auto" and not interpreted())
+    return by_name and why_not(hidden) is None
+
+
 def _is_dense(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.layout is torch.strided
 

@@ -20,22 +20,22 @@ from torch._C._autograd import (
 from cce_dist.algorithm import in_forward, two_pass
 from cce_dist.algorithm.call import Call, require_in_memory
 from cce_dist.algorithm.in_forward import Computed, Objective
-from cce_dist.algorithm.once import once_differentiable, without_autocast
+from cce_dist.algorithm.once import is_asked_for, once_differentiable, without_autocast
 from cce_dist.algorithm.saved import put_together, take_apart
 from cce_dist.algorithm.two_pass import Needs, Once, State, plain_outputs
-from cce_dist.backends.choose import plays, repeated
+from cce_dist.backends.choose import goes_to_kernels, plays, repeated
 from cce_dist.backends.protocol import LossKernels
 from cce_dist.core.observer import observer, same_by_identity
 from cce_dist.core.records import Packed
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Upstream
 from cce_dist.frontend import agreement
-from cce_dist.frontend.inputs import Inputs
+from cce_dist.frontend.inputs import Inputs, Rounding
 from cce_dist.frontend.prepare import differentiates, prepare, scale_for
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
 from cce_dist.frontend.reduction import Finish, LossOutput, TokenLoss, gathered, grad_of_taken
 from cce_dist.options import LossOptions
-from cce_dist.ranks.transport import resolve_group
+from cce_dist.ranks.transport import group_size, resolve_group
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -110,23 +110,30 @@ def compute(
     quantized_weight: QuantizedWeight | StepQuantizer | None,
 ) -> Tensor | LossOutput:
     """Computes the loss of plain tensors eagerly, from the arguments of `prepare`."""
-    weight, needs = inputs.weight, Differentiated.of(inputs)
-    arguments = inputs, options, resolve_group(group), vocab_shard, quantized_weight
-    if plays(options, inputs.hidden, weight) and not agreement.is_wanted(options):
+    hidden, weight, needs = inputs.hidden, inputs.weight, Differentiated.of(inputs)
+    ranks, rounding = resolve_group(group), None
+    if plays(options, hidden, weight) and not agreement.is_wanted(options):
         if isinstance(quantized_weight, QuantizedWeight):
             # A recording compares no versions.
             quantized_weight.check(weight, len(quantized_weight.rows.values), options)
-        with without_autocast(inputs.hidden.device.type):
-            done = _forward(*arguments, needs)
+        if group_size(ranks) == 1 and goes_to_kernels(options, hidden):
+            rounding = Rounding.of(inputs, options)
+        if rounding is not None:
+            inputs, options = rounding.inputs(inputs, options)
+        arguments = inputs, options, ranks, vocab_shard, quantized_weight
+        with without_autocast(hidden.device.type):
+            done = _forward(*arguments, needs, rounding is not None)
     else:
-        done = forward(*arguments, needs)
-    if done.frame is None:
+        done = forward(inputs, options, ranks, vocab_shard, quantized_weight, needs)
+    if done.frame is None and rounding is None:
         return done.results
     structure, results = take_apart(done.results)
-    tensors = inputs.hidden, weight, inputs.bias, inputs.token_weight, inputs.temperature
-    return put_together(
-        structure, iter(_Results.apply(*tensors, done, results, inputs.grad_weight_into))
-    )
+    if done.frame is not None:
+        tensors = hidden, weight, inputs.bias, inputs.token_weight, inputs.temperature
+        results = _Results.apply(*tensors, done, results, inputs.grad_weight_into, rounding)
+    if rounding is not None:
+        results = [rounding.cut(each) if each.dim() else each for each in results]
+    return put_together(structure, iter(results))
 
 
 def forward(
@@ -136,6 +143,7 @@ def forward(
     vocab_shard: VocabShard | None,
     quantized_weight: QuantizedWeight | StepQuantizer | None,
     needs: Differentiated,
+    is_rounded: bool = False,  # as in `prepare`
 ) -> Forward:
     """Computes the results, and the state for a backward. Collectives: the loss's forward."""
     call, finish = prepare(
@@ -147,6 +155,7 @@ def forward(
         record=any(needs),
         entropy=needs.temperature,
         backward_is_next=True,
+        is_rounded=is_rounded,
     )
     sums_nll = finish.terms.is_nll and options.reduction != "none"
     # `LossKernels` don't read `Stats.lse_rest`.
@@ -234,8 +243,8 @@ def backward(
     grads: ResultGrads,
     grad_weight_into: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients by hidden, weight, bias, token_weight and temperature. Collectives: the
-    loss's backward."""
+    """Returns the gradients by hidden, [rows, D], weight, bias, token_weight and temperature.
+    Collectives: the loss's backward."""
     saved = put_together(frame.saved, iter(packed.unpacked()))
     if isinstance(once, Computed):
         return _backward_one_pass(saved, frame.needs, inputs, once, grads, grad_weight_into)
@@ -284,8 +293,7 @@ def _backward_two_pass(
     if temperature is not None and out.scale is not None and state.scale is not None:
         # The scale is 1 / temperature.
         by_temperature = by_taken(-out.scale * state.scale.square(), temperature)
-    by_hidden = None if out.hidden is None else out.hidden.view(hidden.shape)
-    return by_hidden, out.weight, out.bias, by_token_weight, by_temperature
+    return out.hidden, out.weight, out.bias, by_token_weight, by_temperature
 
 
 def _backward_one_pass(
@@ -310,8 +318,7 @@ def _backward_one_pass(
     out = in_forward.backward(
         flat, weight, bias, call, computed, objective, grads.loss, needs.by_steps
     )
-    by_hidden = None if out.hidden is None else out.hidden.view(hidden.shape)
-    return by_hidden, out.weight, out.bias, None, None
+    return out.hidden, out.weight, out.bias, None, None
 
 
 _forward = repeated(forward)
@@ -333,8 +340,10 @@ class _Results(torch.autograd.Function):
         done: Forward,
         results: list[Tensor],
         grad_weight_into: Tensor | None,
+        rounding: Rounding | None,
     ):
         ctx.frame, ctx.once, ctx.buffer = done.frame, done.once, grad_weight_into
+        ctx.rounding = rounding
         ctx.has = _has(done.results)
         token_weight = token_weight if ctx.needs_input_grad[3] else None
         temperature = temperature if ctx.needs_input_grad[4] else None
@@ -362,29 +371,22 @@ class _Results(torch.autograd.Function):
             # A loss must not keep the caller's buffer alive after the backward. Autograd would free
             # a saved tensor, but hooks would put a copy in its place.
             ctx.buffer = None
-        if buffer is not None and not _is_asked_for(ctx, 1):
+        if buffer is not None and not is_asked_for(ctx, 1):
             buffer = None
         if all(grad is None for grad in grads):
-            return (None,) * 8
+            return (None,) * 9
         if isinstance(once, Once) or once.is_used:
             require_in_memory(inputs[1])
         in_order = iter(grads)
         by_results = ResultGrads(*(next(in_order) if has else None for has in ctx.has))
-        run = _backward if ctx.frame.is_recorded else backward
-        with without_autocast(inputs[1].device.type):
-            input_grads = run(ctx.frame, inputs, saved, once, by_results, buffer)
-        return (*input_grads, None, None, None)
-
-
-def _is_asked_for(ctx: Any, number: int) -> bool:
-    """Tells whether this backward wants a gradient by the tensor of a number among a function's
-    inputs, which `autograd.grad` may not: a buffer would count it twice."""
-    node = ctx.next_functions[number][0]
-    try:
-        return node is None or torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        # autograd.grad by that leaf.
-        return True
+        hidden, run = inputs[0], _backward if ctx.frame.is_recorded else backward
+        if ctx.rounding is not None:
+            inputs = (ctx.rounding.hidden(hidden), *inputs[1:])
+        with without_autocast(hidden.device.type):
+            by_hidden, *others = run(ctx.frame, inputs, saved, once, by_results, buffer)
+        if by_hidden is not None:
+            by_hidden = by_hidden[: hidden.shape[:-1].numel()].view(hidden.shape)
+        return (by_hidden, *others, None, None, None, None)
 
 
 def _has(results: Tensor | LossOutput) -> tuple[bool, bool, bool]:

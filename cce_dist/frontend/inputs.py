@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cce_dist.options import Filter, LossOptions, Screen
+from cce_dist.options import TOKEN_BLOCK, Filter, LossOptions, Screen
 
 
 class Inputs(NamedTuple):
@@ -23,6 +24,78 @@ class Inputs(NamedTuple):
     class_weight: Tensor | None = None  # [V]
     grad_weight_into: Tensor | None = None  # [V_local, D]
     temperature: Tensor | None = None  # targets' shape; with full logits, no label smoothing
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Ignored tokens at the end of a call's tokens: calls of almost as many tokens then play one
+    recording. Hidden has no rows for them, as kernels read no row of an ignored token.
+    docs/design/host.md#numbers-of-tokens.
+    """
+
+    shape: torch.Size  # targets'
+    shift: int
+    size: int  # of the tokens, with those at the end
+    num_rows: int  # of hidden that the call shows: no more than there are
+
+    @classmethod
+    def of(cls, inputs: Inputs, options: LossOptions) -> Rounding | None:
+        """Returns the rounding of a call by kernels of one rank. None: the number of its tokens is
+        round, the call needs all rows of hidden, or a check is to name a wrong shape."""
+        hidden, targets = inputs.hidden, inputs.targets
+        if hidden.is_nested or not hidden.numel():
+            return None
+        shape = hidden.shape[:-1]
+        number = shape.numel()
+        # At most a sixteenth more tokens, or those of one block.
+        step = max(TOKEN_BLOCK, 1 << max(number.bit_length() - 5, 0))
+        size = -(-number // step) * step
+        needs_rows = options.invariant or options.sequence_parallel
+        if size == number or needs_rows or options.gradient == "in_forward":
+            return None
+        for value in (targets, inputs.token_weight, inputs.temperature):
+            if value is not None and not _is_of_tokens(value, hidden):
+                return None
+        if not shape or targets.dtype != torch.int64 or not hidden.is_contiguous():
+            return None
+        return cls(shape, options.shift, size, max(1, size - step))
+
+    def inputs(self, inputs: Inputs, options: LossOptions) -> tuple[Inputs, LossOptions]:
+        """Returns the inputs in one dim, moved by `shift`, and the options of a call of theirs."""
+        token_weight, temperature = inputs.token_weight, inputs.temperature
+        changed = inputs._replace(
+            hidden=self.hidden(inputs.hidden),
+            targets=self._extended(inputs.targets, options.ignore_index),
+            token_weight=None if token_weight is None else self._extended(token_weight, 0),
+            temperature=None if temperature is None else self._extended(temperature, 1),
+        )
+        return changed, _without_shift(options)
+
+    def hidden(self, hidden: Tensor) -> Tensor:
+        """Returns [num_rows, D], a view: the rows after them follow in memory."""
+        return hidden.view(-1, hidden.shape[-1])[: self.num_rows]
+
+    def _extended(self, values: Tensor, fill: int) -> Tensor:
+        """Returns values of targets' shape as [size], moved by `shift` towards the front."""
+        new = values.new_full((self.size,), fill)
+        self.cut(new).copy_(values[..., self.shift :])
+        return new
+
+    def cut(self, values: Tensor) -> Tensor:
+        """Returns values of each token, [size], in targets' (shifted) shape: a view."""
+        values = values[: self.shape.numel()].view(self.shape)
+        return values[..., : max(self.shape[-1] - self.shift, 0)] if self.shift else values
+
+
+def _is_of_tokens(value: object, hidden: Tensor) -> bool:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
+        return False
+    return value.shape == hidden.shape[:-1] and value.device == hidden.device
+
+
+@functools.lru_cache(maxsize=256)
+def _without_shift(options: LossOptions) -> LossOptions:
+    return replace(options, shift=0) if options.shift else options
 
 
 _HASHED = {bool, int, float, str, tuple, type(None), Filter, Screen}

@@ -109,6 +109,7 @@ def prepare(
     record: bool,  # a backward may follow
     entropy: bool = False,  # compute the entropy, whatever the options say
     backward_is_next: bool = False,  # see Plan
+    is_rounded: bool = False,  # hidden lacks rows of ignored tokens: `Rounding`
 ) -> tuple[Call, Finish]:
     """Validates the arguments of a public function; picks the tokens and the backend.
 
@@ -116,7 +117,10 @@ def prepare(
         ValueError: an argument is not supported; the message says which.
     """
     hidden, weight, targets, _, token_weight, class_weight, grad_weight_into, _ = inputs
-    ranks, shard, shape = validate(inputs, options, group, vocab_shard)
+    checked = inputs
+    if is_rounded:
+        checked = inputs._replace(hidden=hidden[:1].expand(len(targets), -1))
+    ranks, shard, shape = validate(checked, options, group, vocab_shard)
     if quantized_weight is not None:
         quantized_weight.check(weight, shard.num_classes, options)
 

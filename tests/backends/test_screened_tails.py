@@ -57,6 +57,7 @@ def test_kernels_and_torch_screen_alike(
 IGNORED = torch.arange(0, 450, 4)
 
 
+@pytest.mark.usefixtures("unrounded")
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("bits", "softcap", "per_group", "every"),

@@ -46,6 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("unrounded")
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, kind=KINDS))
 def test_hidden_is_done_before_the_rest(
     place: Place, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -76,6 +77,7 @@ def test_hidden_is_done_before_the_rest(
         assert torch.equal(found[name], wanted), name
 
 
+@pytest.mark.usefixtures("unrounded")
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, kind=KINDS))
 def test_few_tokens_are_summed_in_pieces(
     place: Place, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch

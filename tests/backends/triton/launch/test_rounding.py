@@ -1,0 +1,209 @@
+"""Calls of almost as many tokens are one kind: ignored tokens round their number up."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from cce_dist import LossOptions, linear_cross_entropy, token_logprobs
+from cce_dist.backends.triton.launch import replay
+from cce_dist.backends.triton.launch.steps import Recording
+from cce_dist.frontend.inputs import Inputs, Rounding
+from cce_dist.testing import TRITON_CPU, TRITON_PLACES, Place, grid, speed_up_interpreter
+from cce_dist.testing.forks import fork_context
+from tests.backends.triton.launch.replay_cases import (
+    COLUMNS,
+    WAYS,
+    kinds,
+    problem,
+    recordings,
+    require_same,
+    run,
+)
+
+# All of them are 256 with the ignored ones at the end.
+NUMBERS = (129, 255, 200, 150)
+ROUNDED = {
+    "filtered": WAYS["filtered"],
+    "exact": WAYS["exact"],
+    "screened": WAYS["screened"],
+    "kept logits": {"gradient": "exact", "keep_logits": True},
+    "each token": {"reduction": "none", "stats": ("lse", "entropy", "tail_mass", "logit_moments")},
+}
+
+
+def problem_of(place: Place, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """So many tokens, whose memory ends with them."""
+    hidden, weight, targets = problem(place)
+    rows = torch.arange(number, device=place.device)
+    return hidden[rows % len(hidden)], weight, targets[(3 * rows) % len(targets)]
+
+
+def results(tensors: tuple[Tensor, Tensor, Tensor], way: str) -> list[Tensor]:
+    options = dict(ROUNDED[way])
+    if options.get("reduction") != "none":
+        return run(tensors, **options)
+    hidden, weight = (x.detach().clone().requires_grad_() for x in tensors[:2])
+    result: Any = linear_cross_entropy(hidden, weight, tensors[2], backend="triton", **options)
+    ramp = torch.arange(result.loss.numel(), device=hidden.device).view_as(result.loss)
+    (result.loss * ramp + result.lse - result.entropy * ramp).sum().backward()
+    values = result.loss, result.lse, result.entropy, result.tail_mass, *result.logit_moments
+    assert hidden.grad is not None and weight.grad is not None
+    return [*(x.detach() for x in values), hidden.grad, weight.grad]
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=tuple(ROUNDED)))
+def test_numbers_of_tokens_share_a_recording(
+    place: Place, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = [problem_of(place, number) for number in NUMBERS]
+    rounded = [results(tensors, way) for tensors in problems]
+    assert len(recordings()) == 2
+    known = len(kinds())
+    plays = []
+    play = Recording.play
+    monkeypatch.setattr(Recording, "play", lambda *given: plays.append(given) or play(*given))
+    again = [results(tensors, way) for tensors in problems]
+    assert len(plays) == 2 * len(NUMBERS) and len(kinds()) == known
+    monkeypatch.setattr(Rounding, "of", lambda inputs, options: None)
+    for tensors, first, second in zip(problems, rounded, again, strict=True):
+        require_same(first, second)
+        # As many blocks of tokens, so all sums have their order.
+        require_same(first, results(tensors, way))
+        assert [x.shape for x in first[-2:]] == [x.shape for x in tensors[:2]]
+
+
+SHAPES = ((2, 70), (3, 1), (5, 29, 1))
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, shape=SHAPES, shift=(0, 1, 2)))
+def test_each_shape_and_shift(place: Place, shape: tuple[int, ...], shift: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*size, 16, generator=generator) for size in (shape, (40,)))
+    temperature = 0.5 + torch.rand(shape, generator=generator)
+    leaves = [x.to(place.device).requires_grad_() for x in (hidden, weight, temperature)]
+    targets = torch.randint(40, shape, generator=generator).to(place.device)
+    found = []
+    for backend in ("triton", "torch"):
+        output: Any = token_logprobs(
+            *(leaves[0], leaves[1], targets),
+            temperature=leaves[2],
+            shift=shift,
+            gradient="exact",
+            backend=backend,
+        )
+        total = output.logprobs.square().sum()
+        found.append((output.logprobs, *torch.autograd.grad(total, leaves)))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=tuple(ROUNDED)))
+def test_memory_behind_hidden_changes_nothing(place: Place, way: str) -> None:
+    tensors = problem_of(place, 200)
+    for ignored in (False, True):
+        if ignored:
+            tensors = (*tensors[:2], torch.full_like(tensors[2], -100))
+        found = []
+        for behind in (0.0, float("nan")):
+            memory = tensors[0].new_full((512, tensors[0].shape[1]), behind)
+            memory[:200] = tensors[0]
+            hidden, weight = memory.requires_grad_()[:200], tensors[1].clone().requires_grad_()
+            options = {k: v for k, v in ROUNDED[way].items() if k not in ("bias", "stats")}
+            loss = linear_cross_entropy(hidden, weight, tensors[2], backend="triton", **options)
+            found.append([loss, *torch.autograd.grad(loss.sum(), (memory, weight))])  # pyright: ignore
+        require_same(*found)
+        assert not found[0][1][200:].any()
+
+
+def read_to_the_end(way: str) -> None:
+    """Computes with hidden states at the end of memory: a read of a row more ends the process."""
+    speed_up_interpreter()
+    page = mmap.PAGESIZE
+    hidden, weight, targets = problem_of(TRITON_CPU, 200)
+    size = hidden.nbytes + -hidden.nbytes % page
+    memory = mmap.mmap(-1, size + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    # PROT_NONE
+    assert protect(ctypes.c_void_p(start + size), ctypes.c_size_t(page), 0) == 0
+    at_end = torch.frombuffer(
+        memory, dtype=hidden.dtype, count=hidden.numel(), offset=size - hidden.nbytes
+    ).view_as(hidden)
+    at_end.copy_(hidden)
+    for some in (targets, torch.full_like(targets, -100)):
+        leaves = at_end.detach().requires_grad_(), weight.detach().requires_grad_()
+        # Of WAYS the first call of a kind, a recorded one and a played one.
+        for _ in range(3):
+            loss: Any = linear_cross_entropy(*leaves, some, backend="triton", **ROUNDED[way])
+            getattr(loss, "loss", loss).sum().backward()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("way", [way for way in ROUNDED if way != "exact"])
+def test_no_row_behind_hidden_is_read(way: str) -> None:
+    process: Any = fork_context().Process(target=read_to_the_end, args=(way,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def inputs_of(number: int, **changes: Tensor) -> Inputs:
+    hidden, targets = torch.empty(number, 2), torch.empty(number, dtype=torch.int64)
+    return Inputs(hidden, torch.empty(COLUMNS, 2), targets)._replace(**changes)
+
+
+def test_sizes() -> None:
+    options = LossOptions()
+    by_size: dict[int, set[int]] = {}
+    for number in range(1, 20000):
+        rounding = Rounding.of(inputs_of(number), options)
+        if rounding is None:
+            assert number % 128 == 0
+            continue
+        assert 0 < rounding.size - number < max(128, number / 16)
+        assert 1 <= rounding.num_rows <= number
+        by_size.setdefault(rounding.size, set()).add(rounding.num_rows)
+    # The view of hidden has one shape for all numbers of a size.
+    assert all(len(rows) == 1 for rows in by_size.values())
+    # From one power of two to the next.
+    assert sum(8192 < size <= 16384 for size in by_size) == 16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient": "in_forward"}, {"invariant": True}, {"sequence_parallel": True}],
+    ids=str,
+)
+def test_ways_that_need_all_rows(options: dict[str, Any]) -> None:
+    assert Rounding.of(inputs_of(200), LossOptions()) is not None
+    assert Rounding.of(inputs_of(200), LossOptions(**options)) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"targets": torch.empty(199, dtype=torch.int64)},
+        {"targets": torch.empty(200, dtype=torch.int32)},
+        {"token_weight": torch.empty(200, 1)},
+        {"hidden": torch.empty(2, 200).T},
+        {"hidden": torch.empty(200, 0)},
+    ],
+    ids=["tokens", "dtype", "token_weight", "strides", "no dims"],
+)
+def test_what_a_check_is_to_name(changes: dict[str, Tensor]) -> None:
+    assert Rounding.of(inputs_of(200, **changes), LossOptions()) is None
+
+
+def test_the_hidden_gradient_has_few_rows_more() -> None:
+    hidden, weight, targets = problem_of(TRITON_CPU, 200)
+    grad = run((hidden, weight, targets))[-2]
+    assert grad.untyped_storage().nbytes() == 256 * hidden.shape[1] * hidden.element_size()
+    replay.forget_recordings()
