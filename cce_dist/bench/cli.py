@@ -67,6 +67,10 @@ def loss_command(
         Path | None, typer.Option(help="Folder for time-error.png and time-memory.png.")
     ] = None,
     failed: arg.Failed = None,
+    varied: Annotated[
+        bool,
+        typer.Option("--varied", help="Also the host's time of calls of ever other sizes."),
+    ] = False,
 ) -> None:
     """Loss and gradients of every mode beside dense torch and peers: time, memory, error.
 
@@ -88,6 +92,7 @@ def loss_command(
             worst_error_ratio=worst_error_ratio,
             compact=remove_ignored,
             backend=parse_backend(backend),
+            varied=varied,
         )
         on_gpu = device.startswith("cuda")
         methods = choose_methods(method or (), peers, extra=extra or (), on_gpu=on_gpu)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from .golden import (
 from .inputs import BenchInputs
 from .machine import (
     FLOORS,
+    HOST_REPEATS,
     NUM_PRODUCTS,
     Part,
     Timer,
+    Variant,
     compacting,
     count_launches,
     floor_variants,
@@ -42,13 +45,16 @@ from .report import Cells, Report, format_cell, percentiles_ms
 # Rounding units by which sums in another order may differ.
 SLACK_UNITS = 4
 MIN_REPEATS = 3
+# Calls of `varied_host_ms`: the first ones compile and record, and only the last ones count.
+VARIED, VARIED_COUNTED = 96, 32
 # Columns of a row. Errors are relative, those of gradients in the Frobenius norm. `peak_extra_mib`
 # is the peak beyond the memory in use before, `over_gradients_mib` the same less both gradients.
 # `screened` is "yes" or "no" for a method that may screen its logits. `host_ms` is the host's time
-# with an idle device, `launches` the kernels, copies and fills: of a call like many before.
+# with an idle device, `launches` the kernels, copies and fills: of a call like many before;
+# `varied_host_ms` the host's time of calls whose numbers of tokens differ.
 COLUMNS = (
     *("method", "part", "repeats", "median_ms", "p10_ms", "p90_ms", "of_dense"),
-    *("tflop_per_s", "of_roofline", "host_ms", "launches"),
+    *("tflop_per_s", "of_roofline", "host_ms", "varied_host_ms", "launches"),
     *("peak_extra_mib", "over_gradients_mib"),
     *("loss_error", *GRADIENT_ERRORS, "tail_mass", "screened", "failed"),
 )
@@ -65,6 +71,7 @@ class Settings:
         compact: drop ignored tokens before every method that does not do so itself.
         backend: of our methods.
         host: also measure the host's time and count launches.
+        varied: also measure the host's time of calls whose numbers of tokens differ.
         strict: raise an error of our methods; False: report it in their row, as a peer's.
     """
 
@@ -76,6 +83,7 @@ class Settings:
     compact: bool = False
     backend: Backend = "auto"
     host: bool = True
+    varied: bool = False
     strict: bool = True
 
 
@@ -89,7 +97,7 @@ class Trial:
     cells: dict[str, Any] = field(default_factory=dict)
     peak_bytes: dict[Part, int] = field(default_factory=dict)
     seconds: dict[Part, list[float]] = field(default_factory=dict)
-    host: dict[Part, tuple[float, int]] = field(default_factory=dict)  # seconds, launches
+    host: dict[Part, dict[str, float]] = field(default_factory=dict)  # cells
     failed: str = ""
 
 
@@ -209,9 +217,27 @@ def _measure(
         trial.peak_bytes[part] = peak_extra_bytes(variant, timer.device)
         trial.seconds[part] = [timer.seconds(variant)]
         if settings.host and timer.device.type == "cuda":
-            host = host_seconds(variant, timer.device)
-            trial.host[part] = host, count_launches(variant, timer.device)
+            trial.host[part] = {
+                "host_ms": median_host_ms([variant] * HOST_REPEATS, timer.device),
+                "launches": count_launches(variant, timer.device),
+            }
+            if settings.varied:
+                shorter = [variant_of(function, each, part) for each in shorter_inputs(inputs)]
+                varied = median_host_ms(shorter, timer.device, VARIED_COUNTED)
+                trial.host[part]["varied_host_ms"] = varied
     trial.function = function
+
+
+def median_host_ms(variants: Sequence[Variant], device: torch.device, counted: int = 0) -> float:
+    """Returns the host's median time. Args: counted: of the last calls alone; 0: of all."""
+    return 1e3 * statistics.median(host_seconds(variants, device)[-counted:])
+
+
+def shorter_inputs(inputs: BenchInputs) -> list[BenchInputs]:
+    """Returns the first tokens of the inputs: VARIED numbers of them, between a half and all."""
+    size = len(inputs.hidden)
+    numbers = random.Random(0).sample(range(size // 2, size), VARIED)
+    return [replace(inputs, hidden=inputs.hidden[:n], targets=inputs.targets[:n]) for n in numbers]
 
 
 def _time_in_turns(
@@ -269,8 +295,7 @@ def _rows(inputs: BenchInputs, trials: Sequence[Trial]) -> list[Cells]:
             }
             if ("dense", part) in medians:
                 cells["of_dense"] = median / medians["dense", part]
-            if part in trial.host:
-                cells["host_ms"], cells["launches"] = trial.host[part][0] * 1e3, trial.host[part][1]
+            cells |= trial.host.get(part, {})
             if part in trial.peak_bytes:
                 cells["peak_extra_mib"] = trial.peak_bytes[part] / 2**20
                 if part not in ("loss", "forward"):

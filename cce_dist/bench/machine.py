@@ -6,11 +6,10 @@ import datetime
 import importlib.metadata
 import platform
 import random
-import statistics
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,15 +207,15 @@ def peak_extra_bytes(variant: Variant, device: torch.device) -> int:
         return allocations.peak_bytes
 
 
-def host_seconds(variant: Variant, device: torch.device) -> float:
-    """Returns the host's median time from an idle device until `run` returns.
+def host_seconds(variants: Iterable[Variant], device: torch.device) -> list[float]:
+    """Returns the host's times of calls, each from an idle device until `run` returns.
 
     Other memory is allocated and freed between the calls, as a training step does: each call gets
     other addresses.
     """
     taken, sizes = [], random.Random(0)
     others: deque[list[torch.Tensor]] = deque(maxlen=4)
-    for _ in range(HOST_REPEATS):
+    for variant in variants:
         num_bytes = [sizes.randrange(1, most) for most in (2**12, 2**18, 2**22) for _ in range(3)]
         others.append([torch.empty(size, dtype=torch.uint8, device=device) for size in num_bytes])
         with variant.prepared() as call:
@@ -225,7 +224,7 @@ def host_seconds(variant: Variant, device: torch.device) -> float:
             call()
             taken.append(time.perf_counter() - start)
             synchronize(device)
-    return statistics.median(taken)
+    return taken
 
 
 def count_launches(variant: Variant, device: torch.device) -> int:
