@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cce_dist.options import TOKEN_BLOCK, Filter, LossOptions, Screen
+from cce_dist.options import Filter, LossOptions, Screen
 
 
 class Inputs(NamedTuple):
@@ -47,8 +47,8 @@ class Rounding:
             return None
         shape = hidden.shape[:-1]
         number = shape.numel()
-        # At most a sixteenth more tokens, or those of one block.
-        step = max(TOKEN_BLOCK, 1 << max(number.bit_length() - 5, 0))
+        # At most a sixteenth more tokens, or fifteen.
+        step = max(16, 1 << max(number.bit_length() - 5, 0))
         size = -(-number // step) * step
         needs_rows = options.invariant or options.sequence_parallel
         if size == number or needs_rows or options.gradient == "in_forward":

@@ -126,7 +126,8 @@ def prepare(
 
     plan = plan_of(
         hidden,
-        targets.numel(),
+        # Of few tokens each raises the filter's threshold: ignored ones must not.
+        len(hidden) if is_rounded else targets.numel(),
         options,
         ranks,
         shard,

@@ -13,8 +13,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from cce_dist import LossOptions, linear_cross_entropy, token_logprobs
-from cce_dist.backends.triton.launch import replay
+from cce_dist.algorithm import plan
 from cce_dist.backends.triton.launch.steps import Recording
+from cce_dist.frontend import prepare
 from cce_dist.frontend.inputs import Inputs, Rounding
 from cce_dist.testing import TRITON_CPU, TRITON_PLACES, Place, grid, speed_up_interpreter
 from cce_dist.testing.forks import fork_context
@@ -28,8 +29,8 @@ from tests.backends.triton.launch.replay_cases import (
     run,
 )
 
-# All of them are 256 with the ignored ones at the end.
-NUMBERS = (129, 255, 200, 150)
+# All of them are 208 with the ignored ones at the end.
+NUMBERS = (193, 207, 200, 194)
 ROUNDED = {
     "filtered": WAYS["filtered"],
     "exact": WAYS["exact"],
@@ -166,9 +167,9 @@ def test_sizes() -> None:
     for number in range(1, 20000):
         rounding = Rounding.of(inputs_of(number), options)
         if rounding is None:
-            assert number % 128 == 0
+            assert number % 16 == 0
             continue
-        assert 0 < rounding.size - number < max(128, number / 16)
+        assert 0 < rounding.size - number < max(16, number / 16)
         assert 1 <= rounding.num_rows <= number
         by_size.setdefault(rounding.size, set()).add(rounding.num_rows)
     # The view of hidden has one shape for all numbers of a size.
@@ -205,5 +206,17 @@ def test_what_a_check_is_to_name(changes: dict[str, Tensor]) -> None:
 def test_the_hidden_gradient_has_few_rows_more() -> None:
     hidden, weight, targets = problem_of(TRITON_CPU, 200)
     grad = run((hidden, weight, targets))[-2]
-    assert grad.untyped_storage().nbytes() == 256 * hidden.shape[1] * hidden.element_size()
-    replay.forget_recordings()
+    assert grad.untyped_storage().nbytes() == 208 * hidden.shape[1] * hidden.element_size()
+
+
+def test_ignored_tokens_do_not_raise_the_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = []
+
+    def plan_of(hidden: Tensor, num_tokens: int, *others: Any, **named: Any) -> Any:
+        numbers.append(num_tokens)
+        return plan.plan_of(hidden, num_tokens, *others, **named)
+
+    monkeypatch.setattr(prepare, "plan_of", plan_of)
+    run(problem_of(TRITON_CPU, 200))
+    run(problem_of(TRITON_CPU, 208))
+    assert numbers == [192, 208]
