@@ -12,6 +12,7 @@ import tempfile
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -61,17 +62,25 @@ def parts_of(model: Any, outputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the last hidden states, and the head's weight and bias.
 
     Raises:
-        ValueError: they don't make the model's logits.
+        ValueError: they don't make the model's logits, or the head trains other parameters.
     """
     head, hidden = model.get_output_embeddings(), outputs.hidden_states[-1]
+    weight, bias, name = head.weight, head.bias, type(model).__name__
+    # LoRA's A and B have no effect at first: the logits don't show them.
+    if any(x.requires_grad and x is not weight and x is not bias for x in head.parameters()):
+        raise ValueError(
+            f"{name}'s head trains other parameters than its weight and bias, such as LoRA's: pass "
+            'weight=head.weight + head.get_delta_weight("default") to linear_distillation'
+        )
     with torch.no_grad():
-        logits = head(hidden[:, -1:]).to(outputs.logits.dtype)
+        logits = F.linear(hidden[:, -1:], weight, bias).to(outputs.logits.dtype)
     if not torch.allclose(logits, outputs.logits, rtol=1e-5, atol=1e-5):
         raise ValueError(
-            f"{type(model).__name__} has a softcap or scale: pass softcap= or logit_scale= (the "
-            "teacher's: teacher_softcap=, teacher_logit_scale=) to linear_distillation"
+            f"{name} has a softcap, a scale or an adapter on its head: pass softcap=, logit_scale= "
+            "(the teacher's: teacher_softcap=, teacher_logit_scale=) or the merged weight to "
+            "linear_distillation"
         )
-    return hidden, head.weight, head.bias
+    return hidden, weight, bias
 
 
 def model_of(dim: int) -> Any:

@@ -178,11 +178,40 @@ def test_distill_trainer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert mean.item() == pytest.approx(dense.item() / counts.sum().item(), rel=1e-6)
     outputs = student(ids, output_hidden_states=True, logits_to_keep=1)
     outputs.logits = 30 * torch.tanh(outputs.logits / 30)
-    with pytest.raises(ValueError, match="LlamaForCausalLM has a softcap or scale: pass softcap="):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has a softcap, a scale or an adapter"):
         example["parts_of"](student, outputs)
     losses = example["main"]()
     assert losses[-1] < losses[0]
     assert "without logits" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("trains", [True, False], ids=["trains", "frozen"])
+def test_distill_trainer_refuses_lora_on_the_head(trains: bool) -> None:
+    pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    example = load("distill_trainer")
+    # LoRA's product is 0 at first, unless init_lora_weights is False.
+    lora = peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=trains)
+    model = peft.get_peft_model(example["model_of"](16), lora).requires_grad_(trains)
+    ids = torch.randint(example["VOCAB"], (3, 9))
+    outputs = model(ids, output_hidden_states=True, logits_to_keep=1)
+    words = r'get_delta_weight\("default"\)' if trains else "an adapter on its head"
+    with pytest.raises(ValueError, match=words):
+        example["parts_of"](model, outputs)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_distill_trainer_with_a_saved_head() -> None:
+    pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    example = load("distill_trainer")
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(example["model_of"](16), config)
+    ids = torch.randint(example["VOCAB"], (3, 9))
+    outputs = model(ids, output_hidden_states=True, logits_to_keep=1)
+    _, weight, _ = example["parts_of"](model, outputs)
+    assert weight.requires_grad
 
 
 def test_instance_classes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,6 +65,22 @@ def test_adapters_of_the_head(options: dict[str, Any], first: str) -> None:
     assert not any("base_layer" in name for name in expected)
 
 
+def test_logits_of_a_16_bit_head_with_dora() -> None:
+    """Its magnitudes are fp32, and the head's own weight and hidden states are not."""
+    lora = peft.LoraConfig(r=4, target_modules=["lm_head"], use_dora=True, init_lora_weights=False)
+    model = peft.get_peft_model(make("gemma2", tie_word_embeddings=False).bfloat16(), lora).train()
+    before, expected = step(model)
+    integration.patch(model)
+    after, found = step(model)
+    assert (after.loss.dtype, after.logits.dtype) == (before.loss.dtype, before.logits.dtype)
+    # Each is rounded to 16 bits in other places.
+    torch.testing.assert_close(after.logits.clone(), before.logits, atol=5e-2, rtol=2e-2)
+    torch.testing.assert_close(after.loss, before.loss, atol=2e-3, rtol=0)
+    for name in expected:
+        error = torch.linalg.vector_norm((found[name] - expected[name]).float())
+        assert error < 3e-2 * torch.linalg.vector_norm(expected[name].float()), name
+
+
 @pytest.mark.parametrize("gradient", ["exact", "in_forward"])
 def test_adapters_make_no_gradient_of_the_frozen_head(
     gradient: str, monkeypatch: pytest.MonkeyPatch

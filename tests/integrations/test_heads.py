@@ -99,6 +99,38 @@ def test_heads(change: Callable[[Any], Any], take: Callable[[Tensor], Tensor]) -
     torch.testing.assert_close(results[1], results[0], atol=1e-6, rtol=1e-5)
 
 
+class Scaled(nn.Linear):
+    """Its logits are scaled by a factor of each class, in fp32, beside a weight in 16 bits."""
+
+    scale: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.scale
+
+
+def test_a_16_bit_head_with_factors_in_fp32() -> None:
+    model: Any = make("llama").bfloat16()
+    old = model.lm_head
+    model.lm_head = Scaled(old.in_features, old.out_features, bias=False)
+    model.lm_head.weight = old.weight
+    model.lm_head.scale = nn.Parameter(torch.linspace(0.5, 1.5, old.out_features))
+    outputs, grads = [], []
+    for patches in (False, True):
+        if patches:
+            integration.patch(model)
+        model.zero_grad()
+        output = model(**BATCH)
+        output.loss.backward()
+        outputs.append(output)
+        grads.append(model.lm_head.scale.grad)
+    before, after = outputs
+    assert after.loss.dtype == after.logits.dtype == before.logits.dtype == torch.float32
+    torch.testing.assert_close(after.loss, before.loss, atol=1e-3, rtol=0)
+    # Their product is rounded to 16 bits before it is scaled.
+    torch.testing.assert_close(after.logits.clone(), before.logits, atol=1e-2, rtol=1e-2)
+    assert torch.linalg.vector_norm(grads[1] - grads[0]) < 1e-2 * torch.linalg.vector_norm(grads[0])
+
+
 def test_a_hook_sees_the_models_shape() -> None:
     shapes = []
     model = make("llama").train()

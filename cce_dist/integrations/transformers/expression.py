@@ -220,8 +220,8 @@ class Expression:
         Several products become one, of hidden states and weights side by side.
         """
         scale = self.products[0].factor
-        hidden: Any = self.products[0].hidden
         weight: Any = self.products[0].weight
+        hidden: Any = _widened(self.products[0].hidden, weight)
         if len(self.products) > 1:
             weights = [x.weight for x in self.products if x.weight is not None]
             parts = [
@@ -257,7 +257,14 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _widened(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Returns hidden in the weight's dtype if that is wider: DoRA's fp32 magnitudes make an fp32
+    weight of a 16-bit one."""
+    return hidden.to(torch.promote_types(hidden.dtype, weight.dtype))
+
+
 def _multiply(hidden: Tensor, weight: Tensor) -> Tensor:
+    hidden = _widened(hidden, weight)
     if not isinstance(weight, DTensor):
         return F.linear(hidden, weight)
     whole = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)

@@ -48,7 +48,8 @@ def _multiply(left: Any, right: Any) -> Any:
     if isinstance(other, numbers.Real):
         return _changed(logits, logits.expression.times(float(other)))
     if _is_columns(logits, other):
-        return _changed(logits, logits.expression.times_columns(other))
+        dtype = torch.promote_types(logits.dtype, other.dtype)
+        return _changed(logits, logits.expression.times_columns(other), dtype)
     return NotImplemented
 
 
@@ -62,11 +63,12 @@ def _divide(left: Any, right: Any) -> Any:
 @handles(Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add)
 def _add(left: Any, right: Any) -> Any:
     logits, other = (left, right) if isinstance(left, DeferredLogits) else (right, left)
-    if _is_columns(logits, other):
-        return _changed(logits, logits.expression.plus_columns(other))
-    if not isinstance(other, DeferredLogits) or other.shape != logits.shape:
+    is_columns = _is_columns(logits, other)
+    if not is_columns and (not isinstance(other, DeferredLogits) or other.shape != logits.shape):
         return NotImplemented
     dtype = torch.promote_types(logits.dtype, other.dtype)
+    if is_columns:
+        return _changed(logits, logits.expression.plus_columns(other), dtype)
     return _changed(logits, logits.expression.plus(other.expression), dtype)
 
 

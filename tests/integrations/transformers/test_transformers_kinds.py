@@ -158,3 +158,23 @@ def test_logits_that_are_masked_are_refused() -> None:
         model(**batch())
     integration.remove(model)
     assert torch.isfinite(model(**batch()).loss)
+
+
+@pytest.mark.parametrize("autocasts", [True, False], ids=["autocast", "16-bit model"])
+def test_a_bias_of_a_wider_dtype(autocasts: bool) -> None:
+    """The head of Bart returns 16 bits, and the model adds a bias in fp32: that makes fp32."""
+    model, inputs = make("Bart"), inputs_of("Bart")
+    if not autocasts:
+        model.to(torch.bfloat16).final_logits_bias = model.final_logits_bias.float()
+    outputs = []
+    for patch in (False, True):
+        if patch:
+            integration.patch(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            outputs.append(model(**inputs))
+    before, after = outputs
+    assert (after.loss.dtype, after.logits.dtype) == (before.loss.dtype, before.logits.dtype)
+    assert after.logits.dtype == torch.float32
+    assert torch.equal(after.logits.clone(), before.logits)
+    # Theirs are of a product in 16 bits.
+    torch.testing.assert_close(after.loss, before.loss, atol=1e-3, rtol=0)
