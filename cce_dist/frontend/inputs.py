@@ -56,7 +56,7 @@ class Rounding:
         for value in (targets, inputs.token_weight, inputs.temperature):
             if value is not None and not _is_of_tokens(value, hidden):
                 return None
-        if not shape or targets.dtype != torch.int64 or not hidden.is_contiguous():
+        if not shape or targets.dtype != torch.int64:
             return None
         return cls(shape, options.shift, size, max(1, size - step))
 
@@ -72,8 +72,11 @@ class Rounding:
         return changed, _without_shift(options)
 
     def hidden(self, hidden: Tensor) -> Tensor:
-        """Returns [num_rows, D], a view: the rows after them follow in memory."""
-        return hidden.view(-1, hidden.shape[-1])[: self.num_rows]
+        """Returns the first rows, [num_rows, D]: the others follow in memory."""
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        # Kernels would copy the rows whose elements lie apart, and no row behind them.
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        return rows[: self.num_rows]
 
     def _extended(self, values: Tensor, fill: int) -> Tensor:
         """Returns values of targets' shape as [size], moved by `shift` towards the front."""
