@@ -335,7 +335,7 @@ class _Results(torch.autograd.Function):
         grad_weight_into: Tensor | None,
     ):
         ctx.frame, ctx.once, ctx.buffer = done.frame, done.once, grad_weight_into
-        ctx.has = _has(done.results)
+        ctx.has, ctx.has_failed = _has(done.results), False
         token_weight = token_weight if ctx.needs_input_grad[3] else None
         temperature = temperature if ctx.needs_input_grad[4] else None
         saved = done.saved
@@ -362,17 +362,23 @@ class _Results(torch.autograd.Function):
             # A loss must not keep the caller's buffer alive after the backward. Autograd would free
             # a saved tensor, but hooks would put a copy in its place.
             ctx.buffer = None
-        if buffer is not None and not _is_asked_for(ctx, 1):
-            buffer = None
+        if ctx.has_failed:
+            raise RuntimeError(
+                "a backward of this loss failed, and grad_weight_into may hold part of its "
+                "gradient: zero the buffer, and compute the loss again"
+            )
         if all(grad is None for grad in grads):
             return (None,) * 8
+        if buffer is not None and not _is_asked_for(ctx, 1):
+            buffer = None
+        ctx.has_failed, in_order = buffer is not None, iter(grads)
         if isinstance(once, Once) or once.is_used:
             require_in_memory(inputs[1])
-        in_order = iter(grads)
         by_results = ResultGrads(*(next(in_order) if has else None for has in ctx.has))
         run = _backward if ctx.frame.is_recorded else backward
         with without_autocast(inputs[1].device.type):
             input_grads = run(ctx.frame, inputs, saved, once, by_results, buffer)
+        ctx.has_failed = False
         return (*input_grads, None, None, None)
 
 
