@@ -369,9 +369,9 @@ class _Results(torch.autograd.Function):
             )
         if all(grad is None for grad in grads):
             return (None,) * 8
+        ctx.has_failed, in_order = buffer is not None, iter(grads)
         if buffer is not None and not _is_asked_for(ctx, 1):
             buffer = None
-        ctx.has_failed, in_order = buffer is not None, iter(grads)
         if isinstance(once, Once) or once.is_used:
             require_in_memory(inputs[1])
         by_results = ResultGrads(*(next(in_order) if has else None for has in ctx.has))

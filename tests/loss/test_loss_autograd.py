@@ -185,17 +185,18 @@ def test_a_backward_that_failed_leaves_the_buffer_to_its_caller(
     case = make_case(place=place, options={"gradient": gradient})
     hidden, weight = leaves_of(case)
     buffer = torch.zeros(weight.shape, device=place.device)
-    loss = linear_cross_entropy(
-        hidden, weight, targets_of(case), **case.options, grad_weight_into=buffer
-    )
     # As if memory had run out.
     fail = mock.Mock(side_effect=MemoryError)
-    with mock.patch.multiple(eager, backward=fail, _backward=fail), pytest.raises(MemoryError):
-        loss.backward()
-    # The gradient went to weight.grad here.
-    with pytest.raises(RuntimeError, match="grad_weight_into may hold part of its gradient"):
-        loss.backward()
-    assert weight.grad is None and hidden.grad is None
+    for inputs in ([hidden, weight], [hidden]):
+        loss = linear_cross_entropy(
+            hidden, weight, targets_of(case), **case.options, grad_weight_into=buffer
+        )
+        with mock.patch.multiple(eager, backward=fail, _backward=fail), pytest.raises(MemoryError):
+            loss.backward(inputs=inputs)
+        # Otherwise the gradient would go to weight.grad.
+        with pytest.raises(RuntimeError, match="grad_weight_into may hold part of its gradient"):
+            loss.backward()
+        assert weight.grad is None and hidden.grad is None
 
 
 @pytest.mark.parametrize(**grid(gradient=MODES))
