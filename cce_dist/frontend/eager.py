@@ -23,19 +23,19 @@ from cce_dist.algorithm.in_forward import Computed, Objective
 from cce_dist.algorithm.once import is_asked_for, once_differentiable, without_autocast
 from cce_dist.algorithm.saved import put_together, take_apart
 from cce_dist.algorithm.two_pass import Needs, Once, State, plain_outputs
-from cce_dist.backends.choose import goes_to_kernels, plays, repeated
+from cce_dist.backends.choose import plays, repeated
 from cce_dist.backends.protocol import LossKernels
 from cce_dist.core.observer import observer, same_by_identity
 from cce_dist.core.records import Packed
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Upstream
 from cce_dist.frontend import agreement
-from cce_dist.frontend.inputs import Inputs, Rounding
+from cce_dist.frontend.inputs import Inputs, Rounding, rounded
 from cce_dist.frontend.prepare import differentiates, prepare, scale_for
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
 from cce_dist.frontend.reduction import Finish, LossOutput, TokenLoss, gathered, grad_of_taken
 from cce_dist.options import LossOptions
-from cce_dist.ranks.transport import group_size, resolve_group
+from cce_dist.ranks.transport import resolve_group
 from cce_dist.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
@@ -116,10 +116,7 @@ def compute(
         if isinstance(quantized_weight, QuantizedWeight):
             # A recording compares no versions.
             quantized_weight.check(weight, len(quantized_weight.rows.values), options)
-        if group_size(ranks) == 1 and goes_to_kernels(options, hidden):
-            rounding = Rounding.of(inputs, options)
-        if rounding is not None:
-            inputs, options = rounding.inputs(inputs, options)
+        inputs, options, rounding = rounded(inputs, options, ranks)
         arguments = inputs, options, ranks, vocab_shard, quantized_weight
         with without_autocast(hidden.device.type):
             done = _forward(*arguments, needs, rounding is not None)
@@ -343,8 +340,7 @@ class _Results(torch.autograd.Function):
         rounding: Rounding | None,
     ):
         ctx.frame, ctx.once, ctx.buffer = done.frame, done.once, grad_weight_into
-        ctx.rounding = rounding
-        ctx.has = _has(done.results)
+        ctx.has, ctx.has_failed, ctx.rounding = _has(done.results), False, rounding
         token_weight = token_weight if ctx.needs_input_grad[3] else None
         temperature = temperature if ctx.needs_input_grad[4] else None
         saved = done.saved
@@ -371,21 +367,27 @@ class _Results(torch.autograd.Function):
             # A loss must not keep the caller's buffer alive after the backward. Autograd would free
             # a saved tensor, but hooks would put a copy in its place.
             ctx.buffer = None
-        if buffer is not None and not is_asked_for(ctx, 1):
-            buffer = None
+        if ctx.has_failed:
+            raise RuntimeError(
+                "a backward of this loss failed, and grad_weight_into may hold part of its "
+                "gradient: zero the buffer, and compute the loss again"
+            )
         if all(grad is None for grad in grads):
             return (None,) * 9
+        ctx.has_failed, in_order = buffer is not None, iter(grads)
+        if buffer is not None and not is_asked_for(ctx, 1):
+            buffer = None
         if isinstance(once, Once) or once.is_used:
             require_in_memory(inputs[1])
-        in_order = iter(grads)
         by_results = ResultGrads(*(next(in_order) if has else None for has in ctx.has))
         hidden, run = inputs[0], _backward if ctx.frame.is_recorded else backward
-        if ctx.rounding is not None:
-            inputs = (ctx.rounding.hidden(hidden), *inputs[1:])
+        rows = hidden if ctx.rounding is None else ctx.rounding.hidden(hidden)
         with without_autocast(hidden.device.type):
+            inputs = rows, *inputs[1:]
             by_hidden, *others = run(ctx.frame, inputs, saved, once, by_results, buffer)
         if by_hidden is not None:
             by_hidden = by_hidden[: hidden.shape[:-1].numel()].view(hidden.shape)
+        ctx.has_failed = False
         return (by_hidden, *others, None, None, None, None)
 
 

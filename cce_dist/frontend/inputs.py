@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cce_dist.backends.choose import goes_to_kernels
 from cce_dist.options import Filter, LossOptions, Screen
+from cce_dist.ranks.transport import group_size
+
+if TYPE_CHECKING:
+    from cce_dist.ranks.transport import Group
 
 
 class Inputs(NamedTuple):
@@ -60,16 +65,15 @@ class Rounding:
             return None
         return cls(shape, options.shift, size, max(1, size - step))
 
-    def inputs(self, inputs: Inputs, options: LossOptions) -> tuple[Inputs, LossOptions]:
-        """Returns the inputs in one dim, moved by `shift`, and the options of a call of theirs."""
+    def inputs(self, inputs: Inputs, options: LossOptions) -> Inputs:
+        """Returns the inputs in one dim, moved by `shift`."""
         token_weight, temperature = inputs.token_weight, inputs.temperature
-        changed = inputs._replace(
+        return inputs._replace(
             hidden=self.hidden(inputs.hidden),
             targets=self._extended(inputs.targets, options.ignore_index),
             token_weight=None if token_weight is None else self._extended(token_weight, 0),
             temperature=None if temperature is None else self._extended(temperature, 1),
         )
-        return changed, _without_shift(options)
 
     def hidden(self, hidden: Tensor) -> Tensor:
         """Returns the first rows, [num_rows, D]: the others follow in memory."""
@@ -94,6 +98,18 @@ def _is_of_tokens(value: object, hidden: Tensor) -> bool:
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
         return False
     return value.shape == hidden.shape[:-1] and value.device == hidden.device
+
+
+def rounded(
+    inputs: Inputs, options: LossOptions, group: Group | None
+) -> tuple[Inputs, LossOptions, Rounding | None]:
+    """Returns the arguments of a call whose number of tokens is round, and how it was rounded."""
+    if group_size(group) > 1 or not goes_to_kernels(options, inputs.hidden):
+        return inputs, options, None
+    rounding = Rounding.of(inputs, options)
+    if rounding is None:
+        return inputs, options, None
+    return rounding.inputs(inputs, options), _without_shift(options), rounding
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,6 +17,9 @@ from cce_dist.ranks.transport import group_size
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# An attribute of stages, which outlive a head.
+_BROKEN = "cce_dist_is_broken"
+
 
 def check_scalar(options: LossOptions) -> None:
     """Refuses a loss that is no scalar: a schedule begins its backward at a microbatch's loss."""
@@ -209,6 +212,22 @@ def check_same(group: ProcessGroup, values: Mapping[str, object]) -> None:
         by_rank = [each.get(name) for each in everyone]
         if any(x != by_rank[0] for x in by_rank):
             raise ValueError(f"{name} must be the same on every rank, got by rank: {by_rank}")
+
+
+def refuse_broken(head: Any, stages: Sequence[Any]) -> None:
+    """Refuses a `PipelineHead` or stages of a step that failed, also together with a new head."""
+    if head.is_broken or any(getattr(stage, _BROKEN, False) for stage in stages):
+        raise RuntimeError(
+            "an earlier step failed and left ranks apart: make a new head and new stages over a "
+            "new group, since a tensor that was sent in that step may still be on its way"
+        )
+
+
+def mark_broken(head: Any, stages: Sequence[Any], is_broken: bool) -> None:
+    """Marks the head and the stages when a step begins, and unmarks them if it does not fail."""
+    head.is_broken = is_broken
+    for stage in stages:
+        setattr(stage, _BROKEN, is_broken)
 
 
 def refuse_loss_kwargs(loss_kwargs: Mapping[str, object]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from cce_dist import Filter, linear_cross_entropy
+from cce_dist.frontend import eager
 from cce_dist.testing import (
     DTYPES,
     Place,
@@ -174,6 +176,27 @@ def test_the_buffer_gets_no_gradient_that_is_not_asked_for(place: Place, gradien
     )
     torch.autograd.grad(loss, weight, allow_unused=True)
     assert buffer.any()
+
+
+@pytest.mark.parametrize(**grid(gradient=MODES))
+def test_a_backward_that_failed_leaves_the_buffer_to_its_caller(
+    place: Place, gradient: str
+) -> None:
+    case = make_case(place=place, options={"gradient": gradient})
+    hidden, weight = leaves_of(case)
+    buffer = torch.zeros(weight.shape, device=place.device)
+    # As if memory had run out.
+    fail = mock.Mock(side_effect=MemoryError)
+    for inputs in ([hidden, weight], [hidden]):
+        loss = linear_cross_entropy(
+            hidden, weight, targets_of(case), **case.options, grad_weight_into=buffer
+        )
+        with mock.patch.multiple(eager, backward=fail, _backward=fail), pytest.raises(MemoryError):
+            loss.backward(inputs=inputs)
+        # Otherwise the gradient would go to weight.grad.
+        with pytest.raises(RuntimeError, match="grad_weight_into may hold part of its gradient"):
+            loss.backward()
+        assert weight.grad is None and hidden.grad is None
 
 
 @pytest.mark.parametrize(**grid(gradient=MODES))

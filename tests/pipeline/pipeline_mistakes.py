@@ -25,12 +25,14 @@ from tests.pipeline.pipeline_promises import BUGS
 from tests.pipeline.pipeline_setup import (
     DIM,
     MICROBATCH,
+    PLANNED,
     Model,
     Setup,
     arguments,
     make_head,
     make_job,
     make_schedule,
+    make_served,
     make_stages,
     require_close,
     shards,
@@ -175,6 +177,31 @@ def fail_once(group: Any) -> None:
         with pytest.raises(RuntimeError), loss.serving(schedule):
             pass
     head.close()
+
+
+def go_on_after_failure(group: Any) -> None:
+    """Every rank raises at once, and a tensor that was sent stays unreceived in the stages' group:
+    a new head does not go on with the old stages, and new stages over a new group do."""
+    ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=5)
+    job = make_job(dist.new_group(ranks), Setup(PLANNED), timeout=timeout)
+    if job.kwargs:
+        job.kwargs["target"] = job.kwargs["target"].clone()
+        job.kwargs["target"][2 * MICROBATCH] = 999
+    with pytest.raises(ValueError, match="targets must lie in"):
+        job.step()
+    job.head.close()
+    head = make_head(job.setup, job.model, dist.new_group(ranks), timeout=timeout)
+    schedule, _, _ = make_served(job.setup, job.stages, head)
+    with pytest.raises(RuntimeError, match="make a new head and new stages over a new group"):
+        schedule.step(*job.args, **job.kwargs)
+    head.close()
+    again = make_job(dist.new_group(ranks), job.setup, timeout=timeout)
+    again.step()
+    right = again.model.whole(again.setup)
+    (stage,) = again.stages
+    grads = {f"{stage.stage_index}.{k}": p.grad for k, p in stage.submod.named_parameters()}
+    require_close({"losses": again.losses, **grads}, right, 1e-12)
+    again.close()
 
 
 def die(group: Any, setup: Setup, rank: int, phase: str, backward: bool = True) -> None:

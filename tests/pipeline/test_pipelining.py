@@ -29,6 +29,7 @@ from tests.pipeline.pipeline_mistakes import (
     die,
     fail_before_the_thread,
     fail_once,
+    go_on_after_failure,
     ids,
     inputs_by_keyword,
     mistake,
@@ -306,6 +307,10 @@ def test_a_failure_before_the_thread(pools: dict[int, RankPool]) -> None:
 
 def test_an_earlier_failure_is_remembered(pools: dict[int, RankPool]) -> None:
     pools[2].run(2, fail_once)
+
+
+def test_new_stages_go_on_after_a_failure(pools: dict[int, RankPool]) -> None:
+    pools[2].run(2, go_on_after_failure)
 
 
 @pytest.mark.parametrize(

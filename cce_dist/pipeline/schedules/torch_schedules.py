@@ -22,6 +22,8 @@ from cce_dist.pipeline.checks import (
     check_same,
     check_scalar,
     check_step,
+    mark_broken,
+    refuse_broken,
     refuse_loss_kwargs,
 )
 from cce_dist.pipeline.comm.groups import connect_neighbours
@@ -89,15 +91,15 @@ class VocabOverPipeline:
         Collectives: the head's; the first context of a schedule also gathers an object over the
             ranks that share the vocabulary.
         """
-        if self.head.is_broken:
-            raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
         stages, count = stages_of(schedule), schedule._n_microbatches
+        refuse_broken(self.head, stages)
         root = _rank_of_last_stage(stages[0], self.head.size)
         if schedule not in self._agreed:
             check_same(self.head.vocab_group, {"n_microbatches": count})
             self._agreed.add(schedule)
         server = self._server = Server(self.head, stages, root, count, backward, self._stream)
-        self.head.is_broken, self.losses = True, []
+        mark_broken(self.head, stages, True)
+        self.losses = []
         embedding = self.embedding
         answers = [server] if embedding is None else [server, embedding]
         try:
@@ -124,7 +126,8 @@ class VocabOverPipeline:
         finally:
             self._server = None
         self.head.finish_step(count if schedule.scale_grads else 1)
-        self.losses, self.head.is_broken = server.losses, False
+        mark_broken(self.head, stages, False)
+        self.losses = server.losses
 
 
 def stages_of(schedule: Any) -> list[Any]:

@@ -26,7 +26,14 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from cce_dist.pipeline.checks import check_same, check_scalar, check_step, refuse_loss_kwargs
+from cce_dist.pipeline.checks import (
+    check_same,
+    check_scalar,
+    check_step,
+    mark_broken,
+    refuse_broken,
+    refuse_loss_kwargs,
+)
 from cce_dist.pipeline.comm.courier import Wait, mark
 from cce_dist.pipeline.embedding import TiedEmbedding
 from cce_dist.pipeline.head import PipelineHead
@@ -134,12 +141,12 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
         self.register_custom_function(OVERLAP_F_B, self._run_phase)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.head.is_broken:
-            raise RuntimeError("an earlier step failed and left ranks apart: make a new head")
+        refuse_broken(self.head, self._stages)
         if not self._agreed:
             check_same(self.head.vocab_group, {"n_microbatches": self._n_microbatches})
             self._agreed = True
-        self.head.is_broken, self.losses = True, []
+        mark_broken(self.head, self._stages, True)
+        self.losses = []
         self._called = self._forwards = 0
         answers = [self] if self.embedding is None else [self, self.embedding]
         self._lower(self._orders[self._has_backward in self._run_before])
@@ -161,7 +168,7 @@ class ScheduleVocab1F1B(_PipelineScheduleRuntime):
             self.embedding.finish_step()
         self.head.finish_step(self._n_microbatches if self.scale_grads else 1)
         self._run_before.add(self._has_backward)
-        self.head.is_broken = False
+        mark_broken(self.head, self._stages, False)
         return result
 
     def grad(self, index: int) -> Tensor:
