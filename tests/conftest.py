@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.backends.triton import kernels
-from cce_dist.frontend.inputs import Rounding
+from cce_dist.frontend.inputs import Extension
 from cce_dist.testing import Place, RankPool, shared_pool, speed_up_interpreter
 from cce_dist.testing.forks import GARBAGE, start_fork_server
 from tests.gpu_runs.smoke import is_smoke
@@ -184,9 +184,9 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def unextended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call has the tokens that it was given: a test looks at tensors within it."""
-    monkeypatch.setattr(Rounding, "of", lambda inputs, options: None)
+    monkeypatch.setattr(Extension, "of", lambda inputs, options: None)
 
 
 @pytest.fixture(autouse=True)

@@ -129,6 +129,7 @@ class Plan:
 
     def hidden_sum(self, tokens: Tokens, dtype: torch.dtype) -> SumOverRanks:
         """Builds the sum of step 4. Args: dtype: the hidden gradient's."""
+        # A view of the first rows (`Extension`) goes to kernels alone, which ask for no number.
         num_rows = tokens.hidden.shape[0]
         return SumOverRanks(self.group, self.options.sequence_parallel, num_rows, dtype)
 
@@ -222,6 +223,7 @@ def plan_of(
     group: Group | None,
     shard: VocabShard,
     *,
+    ordered_tokens: int | None = None,
     entropy: bool = False,
     has_quantized: bool = False,
 ) -> Plan:
@@ -229,6 +231,7 @@ def plan_of(
 
     Args:
         num_tokens: tokens of all ranks, ignored tokens included.
+        ordered_tokens: tokens by which the filter's threshold goes; None: num_tokens.
         entropy: compute the entropy, whatever the options say.
         has_quantized: the caller passes the weight's 8-bit copy.
     """
@@ -241,14 +244,14 @@ def plan_of(
         and not backend.gains_by_screening(num_tokens, share, hidden.shape[-1])
     ):
         options = _with_full_logits(options)
-    orders = backend.traits.orders_tokens
+    ordered_tokens, orders = ordered_tokens or num_tokens, backend.traits.orders_tokens
     threshold, of_many = (
         options.filter.threshold(
             str(hidden.dtype).removeprefix("torch."),
             shard.vocab_size,
             ordered_tokens=number if orders else None,
         )
-        for number in (num_tokens, max(num_tokens, FULL_ORDER))
+        for number in (ordered_tokens, max(ordered_tokens, FULL_ORDER))
     )
     flat = (TOKEN_BLOCK if options.filter.eps is None else 1) / shard.vocab_size
     wanted = wanted_of(options, entropy=entropy)

@@ -69,7 +69,7 @@ def loss_command(
     failed: arg.Failed = None,
     varied: Annotated[
         bool,
-        typer.Option("--varied", help="Also the host's time of calls of ever other sizes."),
+        typer.Option("--varied", help="Also time the host in calls of different sizes (GPU)."),
     ] = False,
 ) -> None:
     """Loss and gradients of every mode beside dense torch and peers: time, memory, error.

@@ -87,7 +87,11 @@ class Head:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens that are computed; hidden may have more rows (tokens ignored or shifted out)."""
+    """The tokens that are computed; hidden may have more rows (tokens ignored or shifted out).
+
+    In a call by kernels of one rank hidden may be a view of its first rows: see `Extension`. They
+    read it by `rows`; `take` and `alone` need all rows.
+    """
 
     hidden: Tensor  # [N_all, D]
     rows: Tensor | None  # [N] int64, rows of hidden; None: all of them

@@ -30,7 +30,7 @@ from cce_dist.core.records import Packed
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Upstream
 from cce_dist.frontend import agreement
-from cce_dist.frontend.inputs import Inputs, Rounding, rounded
+from cce_dist.frontend.inputs import Extension, Inputs, extended
 from cce_dist.frontend.prepare import differentiates, prepare, scale_for
 from cce_dist.frontend.quantized import QuantizedWeight, StepQuantizer
 from cce_dist.frontend.reduction import Finish, LossOutput, TokenLoss, gathered, grad_of_taken
@@ -111,25 +111,25 @@ def compute(
 ) -> Tensor | LossOutput:
     """Computes the loss of plain tensors eagerly, from the arguments of `prepare`."""
     hidden, weight, needs = inputs.hidden, inputs.weight, Differentiated.of(inputs)
-    ranks, rounding = resolve_group(group), None
+    ranks, extension = resolve_group(group), None
     if plays(options, hidden, weight) and not agreement.is_wanted(options):
         if isinstance(quantized_weight, QuantizedWeight):
             # A recording compares no versions.
             quantized_weight.check(weight, len(quantized_weight.rows.values), options)
-        inputs, options, rounding = rounded(inputs, options, ranks)
+        inputs, options, extension = extended(inputs, options, ranks)
         arguments = inputs, options, ranks, vocab_shard, quantized_weight
         with without_autocast(hidden.device.type):
-            done = _forward(*arguments, needs, rounding is not None)
+            done = _forward(*arguments, needs, extension is not None)
     else:
         done = forward(inputs, options, ranks, vocab_shard, quantized_weight, needs)
-    if done.frame is None and rounding is None:
+    if done.frame is None and extension is None:
         return done.results
     structure, results = take_apart(done.results)
     if done.frame is not None:
         tensors = hidden, weight, inputs.bias, inputs.token_weight, inputs.temperature
-        results = _Results.apply(*tensors, done, results, inputs.grad_weight_into, rounding)
-    if rounding is not None:
-        results = [rounding.cut(each) if each.dim() else each for each in results]
+        results = _Results.apply(*tensors, done, results, inputs.grad_weight_into, extension)
+    elif extension is not None:
+        results = extension.cut_all(results)
     return put_together(structure, iter(results))
 
 
@@ -140,7 +140,7 @@ def forward(
     vocab_shard: VocabShard | None,
     quantized_weight: QuantizedWeight | StepQuantizer | None,
     needs: Differentiated,
-    is_rounded: bool = False,  # as in `prepare`
+    is_extended: bool = False,  # as in `prepare`
 ) -> Forward:
     """Computes the results, and the state for a backward. Collectives: the loss's forward."""
     call, finish = prepare(
@@ -152,7 +152,7 @@ def forward(
         record=any(needs),
         entropy=needs.temperature,
         backward_is_next=True,
-        is_rounded=is_rounded,
+        is_extended=is_extended,
     )
     sums_nll = finish.terms.is_nll and options.reduction != "none"
     # `LossKernels` don't read `Stats.lse_rest`.
@@ -170,9 +170,8 @@ def forward(
 def _two_pass(
     inputs: Inputs, call: Call, finish: Finish, needs: Differentiated
 ) -> tuple[Tensor | LossOutput, Saved | None, Once | None]:
-    hidden = inputs.hidden
-    scale = scale_for(inputs.temperature, finish.picked, finish.options, hidden)
-    flat = hidden.reshape(-1, hidden.shape[-1])
+    scale = scale_for(inputs.temperature, finish.picked, finish.options, inputs.hidden)
+    flat = inputs.hidden.reshape(-1, inputs.hidden.shape[-1])
     out = two_pass.forward(flat, inputs.weight, inputs.bias, scale, call, needs.by_steps)
     stats = out.stats
     plain = list(plain_outputs(stats, out.tail_mass))
@@ -240,8 +239,8 @@ def backward(
     grads: ResultGrads,
     grad_weight_into: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients by hidden, [rows, D], weight, bias, token_weight and temperature.
-    Collectives: the loss's backward."""
+    """Returns the gradients by hidden, [N, D] of all tokens, weight, bias, token_weight and
+    temperature. Collectives: the loss's backward."""
     saved = put_together(frame.saved, iter(packed.unpacked()))
     if isinstance(once, Computed):
         return _backward_one_pass(saved, frame.needs, inputs, once, grads, grad_weight_into)
@@ -337,10 +336,10 @@ class _Results(torch.autograd.Function):
         done: Forward,
         results: list[Tensor],
         grad_weight_into: Tensor | None,
-        rounding: Rounding | None,
+        extension: Extension | None,
     ):
         ctx.frame, ctx.once, ctx.buffer = done.frame, done.once, grad_weight_into
-        ctx.has, ctx.has_failed, ctx.rounding = _has(done.results), False, rounding
+        ctx.has, ctx.has_failed, ctx.extension = _has(done.results), False, extension
         token_weight = token_weight if ctx.needs_input_grad[3] else None
         temperature = temperature if ctx.needs_input_grad[4] else None
         saved = done.saved
@@ -351,6 +350,7 @@ class _Results(torch.autograd.Function):
         ctx.packing = saved.packing
         ctx.save_for_backward(hidden, weight, bias, token_weight, temperature, *saved.tensors)
         ctx.set_materialize_grads(False)
+        results = results if extension is None else extension.cut_all(results)
         # A view that a function returns could not be written in place.
         results = [each.detach() if each._is_view() else each for each in results]
         ctx.mark_non_differentiable(*results[sum(ctx.has) :])
@@ -374,16 +374,18 @@ class _Results(torch.autograd.Function):
             )
         if all(grad is None for grad in grads):
             return (None,) * 9
-        ctx.has_failed, in_order = buffer is not None, iter(grads)
+        ctx.has_failed = buffer is not None
         if buffer is not None and not is_asked_for(ctx, 1):
             buffer = None
         if isinstance(once, Once) or once.is_used:
             require_in_memory(inputs[1])
+        hidden, extension = inputs[0], ctx.extension
+        if extension is not None:
+            inputs = extension.view_rows(hidden), *inputs[1:]
+            grads = tuple(extension.put_back_all(grads))
+        in_order, run = iter(grads), _backward if ctx.frame.is_recorded else backward
         by_results = ResultGrads(*(next(in_order) if has else None for has in ctx.has))
-        hidden, run = inputs[0], _backward if ctx.frame.is_recorded else backward
-        rows = hidden if ctx.rounding is None else ctx.rounding.hidden(hidden)
         with without_autocast(hidden.device.type):
-            inputs = rows, *inputs[1:]
             by_hidden, *others = run(ctx.frame, inputs, saved, once, by_results, buffer)
         if by_hidden is not None:
             by_hidden = by_hidden[: hidden.shape[:-1].numel()].view(hidden.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,21 +33,23 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rounding:
-    """Ignored tokens at the end of a call's tokens: calls of almost as many tokens then play one
-    recording. Hidden has no rows for them, as kernels read no row of an ignored token.
+class Extension:
+    """Ignored tokens behind a call's tokens, so that calls of similar lengths play one recording.
+
+    Hidden has no rows for them: kernels read no row of an ignored token.
     docs/design/host.md#numbers-of-tokens.
     """
 
     shape: torch.Size  # targets'
-    shift: int
-    size: int  # of the tokens, with those at the end
-    num_rows: int  # of hidden that the call shows: no more than there are
+    shift: int  # of the caller's options; the extended call has none
+    size: int  # the number of all tokens
+    num_rows: int  # of the view of hidden, the same for all calls of this size; at most all rows
 
     @classmethod
-    def of(cls, inputs: Inputs, options: LossOptions) -> Rounding | None:
-        """Returns the rounding of a call by kernels of one rank. None: the number of its tokens is
-        round, the call needs all rows of hidden, or a check is to name a wrong shape."""
+    def of(cls, inputs: Inputs, options: LossOptions) -> Extension | None:
+        """Returns the extension of a call by kernels of one rank. None: the number of its tokens is
+        a size, the call needs all rows of hidden, or an argument is wrong: a later check names it.
+        """
         hidden, targets = inputs.hidden, inputs.targets
         if hidden.is_nested or not hidden.numel():
             return None
@@ -65,33 +68,44 @@ class Rounding:
             return None
         return cls(shape, options.shift, size, max(1, size - step))
 
-    def inputs(self, inputs: Inputs, options: LossOptions) -> Inputs:
+    def extend(self, inputs: Inputs, options: LossOptions) -> Inputs:
         """Returns the inputs in one dim, moved by `shift`."""
         token_weight, temperature = inputs.token_weight, inputs.temperature
         return inputs._replace(
-            hidden=self.hidden(inputs.hidden),
-            targets=self._extended(inputs.targets, options.ignore_index),
-            token_weight=None if token_weight is None else self._extended(token_weight, 0),
-            temperature=None if temperature is None else self._extended(temperature, 1),
+            hidden=self.view_rows(inputs.hidden),
+            targets=self._moved(inputs.targets, options.ignore_index),
+            token_weight=None if token_weight is None else self._moved(token_weight, 0),
+            temperature=None if temperature is None else self._moved(temperature, 1),
         )
 
-    def hidden(self, hidden: Tensor) -> Tensor:
+    def view_rows(self, hidden: Tensor) -> Tensor:
         """Returns the first rows, [num_rows, D]: the others follow in memory."""
         rows = hidden.reshape(-1, hidden.shape[-1])
-        # Kernels would copy the rows whose elements lie apart, and no row behind them.
+        # A kernel's copy of rows whose elements lie apart would lack the rows behind the view.
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         return rows[: self.num_rows]
 
-    def _extended(self, values: Tensor, fill: int) -> Tensor:
-        """Returns values of targets' shape as [size], moved by `shift` towards the front."""
+    def _moved(self, values: Tensor, fill: int) -> Tensor:
+        return self.put_back(values[..., self.shift :], fill)
+
+    def put_back(self, values: Tensor, fill: int = 0) -> Tensor:
+        """Returns values that `cut` would return as [size], with `fill` elsewhere."""
         new = values.new_full((self.size,), fill)
-        self.cut(new).copy_(values[..., self.shift :])
+        self.cut(new).copy_(values)
         return new
+
+    def put_back_all(self, grads: Iterable[Tensor | None]) -> list[Tensor | None]:
+        """Returns gradients by results as `put_back` does, and those without dims as they are."""
+        return [x if x is None or not x.dim() else self.put_back(x) for x in grads]
 
     def cut(self, values: Tensor) -> Tensor:
         """Returns values of each token, [size], in targets' (shifted) shape: a view."""
         values = values[: self.shape.numel()].view(self.shape)
         return values[..., : max(self.shape[-1] - self.shift, 0)] if self.shift else values
+
+    def cut_all(self, results: Iterable[Tensor]) -> list[Tensor]:
+        """Returns the results as `cut` does, and those without dims as they are."""
+        return [self.cut(each) if each.dim() else each for each in results]
 
 
 def _is_of_tokens(value: object, hidden: Tensor) -> bool:
@@ -100,16 +114,15 @@ def _is_of_tokens(value: object, hidden: Tensor) -> bool:
     return value.shape == hidden.shape[:-1] and value.device == hidden.device
 
 
-def rounded(
+def extended(
     inputs: Inputs, options: LossOptions, group: Group | None
-) -> tuple[Inputs, LossOptions, Rounding | None]:
-    """Returns the arguments of a call whose number of tokens is round, and how it was rounded."""
-    if group_size(group) > 1 or not goes_to_kernels(options, inputs.hidden):
+) -> tuple[Inputs, LossOptions, Extension | None]:
+    """Returns the arguments with ignored tokens behind the others, and their extension; or the
+    arguments as they are, and None."""
+    extension = None if group_size(group) > 1 else Extension.of(inputs, options)
+    if extension is None or not goes_to_kernels(options, inputs.hidden):
         return inputs, options, None
-    rounding = Rounding.of(inputs, options)
-    if rounding is None:
-        return inputs, options, None
-    return rounding.inputs(inputs, options), _without_shift(options), rounding
+    return extension.extend(inputs, options), _without_shift(options), extension
 
 
 @functools.lru_cache(maxsize=256)

@@ -109,7 +109,7 @@ def prepare(
     record: bool,  # a backward may follow
     entropy: bool = False,  # compute the entropy, whatever the options say
     backward_is_next: bool = False,  # see Plan
-    is_rounded: bool = False,  # hidden lacks rows of ignored tokens: `Rounding`
+    is_extended: bool = False,  # hidden is a view of its first rows: see `Extension`
 ) -> tuple[Call, Finish]:
     """Validates the arguments of a public function; picks the tokens and the backend.
 
@@ -118,7 +118,7 @@ def prepare(
     """
     hidden, weight, targets, _, token_weight, class_weight, grad_weight_into, _ = inputs
     checked = inputs
-    if is_rounded:
+    if is_extended:
         checked = inputs._replace(hidden=hidden[:1].expand(len(targets), -1))
     ranks, shard, shape = validate(checked, options, group, vocab_shard)
     if quantized_weight is not None:
@@ -126,11 +126,13 @@ def prepare(
 
     plan = plan_of(
         hidden,
-        # Of few tokens each raises the filter's threshold: ignored ones must not.
-        len(hidden) if is_rounded else targets.numel(),
+        targets.numel(),
         options,
         ranks,
         shard,
+        # Below FULL_ORDER tokens the filter's threshold grows with their number. Ignored tokens of
+        # an extension must not raise it.
+        ordered_tokens=len(hidden) if is_extended else None,
         entropy=entropy,
         has_quantized=quantized_weight is not None,
     )

@@ -57,7 +57,7 @@ def test_kernels_and_torch_screen_alike(
 IGNORED = torch.arange(0, 450, 4)
 
 
-@pytest.mark.usefixtures("unrounded")
+@pytest.mark.usefixtures("unextended")
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("bits", "softcap", "per_group", "every"),
@@ -80,11 +80,11 @@ def test_kernels_correct_tails_as_torch_does(
 
     corrected, samples = [], 16 if softcap is None else 64
 
-    def correct(state: Any, made: Any, rounding: Any, full: Tensor, threshold: float) -> Any:
+    def correct(state: Any, made: Any, extension: Any, full: Tensor, threshold: float) -> Any:
         before = made.unkept.clone(), made.dropped.clone()
-        wait = correct_tail(state, made, rounding, full, threshold)
+        wait = correct_tail(state, made, extension, full, threshold)
         wait()
-        head = replace(state.head, quantized=rounding.rows)
+        head = replace(state.head, quantized=extension.rows)
         eight = EightBit.of(state.tokens, head, Screen(dtype=bits))
         mass = state.buffers.mass.float().clamp_min(0)
         mass[int(state.shape[0]) :] = 0

@@ -46,7 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.usefixtures("unrounded")
+@pytest.mark.usefixtures("unextended")
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, kind=KINDS))
 def test_hidden_is_done_before_the_rest(
     place: Place, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -77,7 +77,7 @@ def test_hidden_is_done_before_the_rest(
         assert torch.equal(found[name], wanted), name
 
 
-@pytest.mark.usefixtures("unrounded")
+@pytest.mark.usefixtures("unextended")
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, kind=KINDS))
 def test_few_tokens_are_summed_in_pieces(
     place: Place, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""Calls of almost as many tokens are one kind: ignored tokens round their number up."""
+"""Calls of almost as many tokens are one kind: ignored tokens extend them to one size."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from cce_dist import LossOptions, linear_cross_entropy, token_logprobs
 from cce_dist.algorithm import plan
 from cce_dist.backends.triton.launch.steps import Recording
 from cce_dist.frontend import prepare
-from cce_dist.frontend.inputs import Inputs, Rounding
+from cce_dist.frontend.inputs import Extension, Inputs
 from cce_dist.testing import TRITON_CPU, TRITON_PLACES, Place, grid, speed_up_interpreter
 from cce_dist.testing.forks import fork_context
+from cce_dist.vocab_shard import VocabShard
 from tests.backends.triton.launch.replay_cases import (
     COLUMNS,
     WAYS,
@@ -31,7 +32,7 @@ from tests.backends.triton.launch.replay_cases import (
 
 # All of them are 208 with the ignored ones at the end.
 NUMBERS = (193, 207, 200, 194)
-ROUNDED = {
+EXTENDED = {
     "filtered": WAYS["filtered"],
     "exact": WAYS["exact"],
     "screened": WAYS["screened"],
@@ -48,7 +49,7 @@ def problem_of(place: Place, number: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def results(tensors: tuple[Tensor, Tensor, Tensor], way: str) -> list[Tensor]:
-    options = dict(ROUNDED[way])
+    options = dict(EXTENDED[way])
     if options.get("reduction") != "none":
         return run(tensors, **options)
     hidden, weight = (x.detach().clone().requires_grad_() for x in tensors[:2])
@@ -60,7 +61,7 @@ def results(tensors: tuple[Tensor, Tensor, Tensor], way: str) -> list[Tensor]:
     return [*(x.detach() for x in values), hidden.grad, weight.grad]
 
 
-@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=tuple(ROUNDED)))
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=tuple(EXTENDED)))
 def test_numbers_of_tokens_share_a_recording(
     place: Place, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +74,7 @@ def test_numbers_of_tokens_share_a_recording(
     monkeypatch.setattr(Recording, "play", lambda *given: plays.append(given) or play(*given))
     again = [results(tensors, way) for tensors in problems]
     assert len(plays) == 2 * len(NUMBERS) and len(kinds()) == known
-    monkeypatch.setattr(Rounding, "of", lambda inputs, options: None)
+    monkeypatch.setattr(Extension, "of", lambda inputs, options: None)
     for tensors, first, second in zip(problems, rounded, again, strict=True):
         require_same(first, second)
         # As many blocks of tokens, so all sums have their order.
@@ -113,13 +114,13 @@ def test_hidden_of_other_strides(place: Place, way: str) -> None:
     wide, dims_first = torch.cat([hidden, hidden], 1), hidden.T.contiguous()
     for same in (wide[:, : hidden.shape[1]], dims_first.T):
         leaf, leaf_weight = same.detach().requires_grad_(), weight.clone().requires_grad_()
-        options = {**ROUNDED[way], "backend": "triton"}
+        options = {**EXTENDED[way], "backend": "triton"}
         output: Any = linear_cross_entropy(leaf, leaf_weight, targets, **options)
         getattr(output, "loss", output).backward()
         require_same([leaf.grad, leaf_weight.grad], expected[-2:])  # pyright: ignore
 
 
-@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=tuple(ROUNDED)))
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=tuple(EXTENDED)))
 def test_memory_behind_hidden_changes_nothing(place: Place, way: str) -> None:
     tensors = problem_of(place, 200)
     for ignored in (False, True):
@@ -130,7 +131,7 @@ def test_memory_behind_hidden_changes_nothing(place: Place, way: str) -> None:
             memory = tensors[0].new_full((512, tensors[0].shape[1]), behind)
             memory[:200] = tensors[0]
             hidden, weight = memory.requires_grad_()[:200], tensors[1].clone().requires_grad_()
-            options = {k: v for k, v in ROUNDED[way].items() if k not in ("bias", "stats")}
+            options = {k: v for k, v in EXTENDED[way].items() if k not in ("bias", "stats")}
             loss = linear_cross_entropy(hidden, weight, tensors[2], backend="triton", **options)
             found.append([loss, *torch.autograd.grad(loss.sum(), (memory, weight))])  # pyright: ignore
         require_same(*found)
@@ -152,16 +153,17 @@ def read_to_the_end(way: str) -> None:
         memory, dtype=hidden.dtype, count=hidden.numel(), offset=size - hidden.nbytes
     ).view_as(hidden)
     at_end.copy_(hidden)
+    options = {k: v for k, v in EXTENDED[way].items() if k != "bias"}
     for some in (targets, torch.full_like(targets, -100)):
         leaves = at_end.detach().requires_grad_(), weight.detach().requires_grad_()
-        # Of WAYS the first call of a kind, a recorded one and a played one.
+        # A first call, a recorded one and a played one.
         for _ in range(3):
-            loss: Any = linear_cross_entropy(*leaves, some, backend="triton", **ROUNDED[way])
+            loss: Any = linear_cross_entropy(*leaves, some, backend="triton", **options)
             getattr(loss, "loss", loss).sum().backward()
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("way", [way for way in ROUNDED if way != "exact"])
+@pytest.mark.parametrize("way", tuple(EXTENDED))
 def test_no_row_behind_hidden_is_read(way: str) -> None:
     process: Any = fork_context().Process(target=read_to_the_end, args=(way,))
     process.start()
@@ -178,13 +180,13 @@ def test_sizes() -> None:
     options = LossOptions()
     by_size: dict[int, set[int]] = {}
     for number in range(1, 20000):
-        rounding = Rounding.of(inputs_of(number), options)
-        if rounding is None:
+        extension = Extension.of(inputs_of(number), options)
+        if extension is None:
             assert number % 16 == 0
             continue
-        assert 0 < rounding.size - number < max(16, number / 16)
-        assert 1 <= rounding.num_rows <= number
-        by_size.setdefault(rounding.size, set()).add(rounding.num_rows)
+        assert 0 < extension.size - number < max(16, number / 16)
+        assert 1 <= extension.num_rows <= number
+        by_size.setdefault(extension.size, set()).add(extension.num_rows)
     # The view of hidden has one shape for all numbers of a size.
     assert all(len(rows) == 1 for rows in by_size.values())
     # From one power of two to the next.
@@ -197,8 +199,8 @@ def test_sizes() -> None:
     ids=str,
 )
 def test_ways_that_need_all_rows(options: dict[str, Any]) -> None:
-    assert Rounding.of(inputs_of(200), LossOptions()) is not None
-    assert Rounding.of(inputs_of(200), LossOptions(**options)) is None
+    assert Extension.of(inputs_of(200), LossOptions()) is not None
+    assert Extension.of(inputs_of(200), LossOptions(**options)) is None
 
 
 @pytest.mark.parametrize(
@@ -212,7 +214,7 @@ def test_ways_that_need_all_rows(options: dict[str, Any]) -> None:
     ids=["tokens", "dtype", "token_weight", "no dims"],
 )
 def test_what_a_check_is_to_name(changes: dict[str, Tensor]) -> None:
-    assert Rounding.of(inputs_of(200, **changes), LossOptions()) is None
+    assert Extension.of(inputs_of(200, **changes), LossOptions()) is None
 
 
 def test_the_hidden_gradient_has_few_rows_more() -> None:
@@ -225,10 +227,26 @@ def test_ignored_tokens_do_not_raise_the_threshold(monkeypatch: pytest.MonkeyPat
     numbers = []
 
     def plan_of(hidden: Tensor, num_tokens: int, *others: Any, **named: Any) -> Any:
-        numbers.append(num_tokens)
+        numbers.append((num_tokens, named["ordered_tokens"]))
         return plan.plan_of(hidden, num_tokens, *others, **named)
 
     monkeypatch.setattr(prepare, "plan_of", plan_of)
     run(problem_of(TRITON_CPU, 200))
     run(problem_of(TRITON_CPU, 208))
-    assert numbers == [192, 208]
+    assert numbers == [(208, 192), (208, None)]
+    hidden, shard = torch.empty(208, 8, dtype=torch.float16), VocabShard(0, 9999, 9999)
+    of_call = hidden, 208, LossOptions(backend="triton"), None, shard
+    few, many = plan.plan_of(*of_call, ordered_tokens=192), plan.plan_of(*of_call)
+    assert 0 < few.threshold < many.threshold
+
+
+@pytest.mark.parametrize("number", [200, 208])
+def test_results_can_be_written_and_detached_in_place(number: int) -> None:
+    hidden, weight, targets = problem_of(TRITON_CPU, number)
+    leaf = hidden.requires_grad_()
+    options: dict[str, Any] = {**EXTENDED["each token"], "backend": "triton"}
+    result: Any = linear_cross_entropy(leaf, weight, targets, **options)
+    lse = result.lse.detach().clone()
+    assert not result.lse.detach_().requires_grad
+    result.loss.mul_(2).sum().backward()
+    assert torch.equal(result.lse, lse) and leaf.grad is not None
