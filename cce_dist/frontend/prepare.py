@@ -119,6 +119,7 @@ def prepare(
     hidden, weight, targets, _, token_weight, class_weight, grad_weight_into, _ = inputs
     checked = inputs
     if is_extended:
+        # The checks compare shapes, and the view lacks rows.
         checked = inputs._replace(hidden=hidden[:1].expand(len(targets), -1))
     ranks, shard, shape = validate(checked, options, group, vocab_shard)
     if quantized_weight is not None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cce_dist import Filter, LinearCrossEntropy, linear_cross_entropy
 from cce_dist.bench.golden import dense_loss
-from cce_dist.bench.inputs import Shape, make_inputs
-from cce_dist.bench.loss import Settings, bench_loss, filter_cells
+from cce_dist.bench.inputs import BenchInputs, Shape, make_inputs
+from cce_dist.bench.loss import VARIED, Settings, bench_loss, filter_cells, shorter_inputs
 from cce_dist.bench.methods import Method, choose_methods
 from tests.benchmarks.bench_cases import OURS, TINY, invoke, named, read_csv, refuse
 
@@ -241,3 +241,16 @@ def test_bench_refuses_a_softcap(softcap: str) -> None:
 def test_bench_refuses_an_entropy_bonus(bonus: str) -> None:
     got = refuse("loss", "--device", "cpu", "--entropy-bonus", bonus)
     assert f"entropy-bonus must be a finite number, got {bonus}" in got
+
+
+@pytest.mark.parametrize("size", [1, 100])
+def test_shorter_inputs_are_the_first_tokens(size: int) -> None:
+    inputs = BenchInputs("", torch.randn(size, 4), torch.randn(9, 4), torch.arange(size) % 9)
+    shorter = shorter_inputs(inputs)
+    assert len(shorter) == VARIED
+    for each in shorter:
+        number = len(each.hidden)
+        assert size / 2 < number <= size
+        assert torch.equal(each.hidden, inputs.hidden[:number])
+        assert torch.equal(each.targets, inputs.targets[:number])
+    assert len({len(each.hidden) for each in shorter}) > size / 3
