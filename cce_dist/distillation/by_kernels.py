@@ -37,6 +37,7 @@ from cce_dist.distillation.function import (
     unpacked,
 )
 from cce_dist.distillation.sweep import FirstPass
+from cce_dist.frontend.inputs import Extension
 from cce_dist.options import Screen
 from cce_dist.ranks.gather import all_gather, gather_bounds
 from cce_dist.ranks.transport import group_size
@@ -168,10 +169,13 @@ class DistillByKernels(torch.autograd.Function):
         teacher: Teacher,
         call: Call,
         objective: Objective,
+        extension: Extension | None = None,
     ):
         needs = ctx.needs_input_grad[:3]
-        out = _played_forward((hidden, weight, bias), teacher, call, objective, needs)
+        models = _viewed((hidden, weight, bias), teacher, extension)
+        out = _played_forward(*models, call, objective, needs)
         ctx.call, ctx.objective, ctx.softcap_and_scale = call, objective, teacher[3:5]
+        ctx.extension = extension
         ctx.scores, tensors = take_apart(out.scores)
         ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *out.vectors, *tensors)
         ctx.set_materialize_grads(False)
@@ -184,13 +188,27 @@ class DistillByKernels(torch.autograd.Function):
     @outside_autocast
     def backward(ctx: Any, *grads: Tensor | None):
         if grads[0] is None and grads[1] is None:
-            return (None,) * 6
+            return (None,) * 7
         student, teacher, saved = unpacked(ctx)
         number = 3 + int(ctx.objective.divergences.has_mean)
         scores = put_together(ctx.scores, iter(saved[number:]))
-        of_call, needs = (teacher, ctx.call, ctx.objective), ctx.needs_input_grad[:3]
-        out = _played_backward(student, *of_call, (saved[:number], scores), grads[:2], needs)
-        return *out, None, None, None
+        of_call, needs = (ctx.call, ctx.objective), ctx.needs_input_grad[:3]
+        models, saved = _viewed(student, teacher, ctx.extension), (saved[:number], scores)
+        by_hidden, *others = _played_backward(*models, *of_call, saved, grads[:2], needs)
+        if by_hidden is not None:
+            by_hidden = by_hidden[: len(student[0])]
+        return by_hidden, *others, None, None, None, None
+
+
+def _viewed(
+    student: Student, teacher: Teacher, extension: Extension | None
+) -> tuple[Student, Teacher]:
+    """Returns both models with hidden states as kernels see them."""
+    if extension is None:
+        return student, teacher
+    hidden, weight, bias = student
+    of_teacher = teacher._replace(hidden=extension.view_rows(teacher.hidden))
+    return (extension.view_rows(hidden), weight, bias), of_teacher
 
 
 class _Results(NamedTuple):

@@ -269,6 +269,7 @@ def distill_backward(
         objective=bound.objective,
         softcap_and_scale=bound.of_teacher,
         scores=take_apart(like)[0],
+        extension=None,
     )
     function = DistillByKernels if is_by_kernels(plan) else Distill
     grads = function.backward(ctx, *upstream)

@@ -23,6 +23,7 @@ from cce_dist.distillation.sweep import (
     gradients,
     second_pass,
 )
+from cce_dist.frontend.inputs import Extension
 from cce_dist.frontend.reduction import PickedTokens, TokenLoss
 from cce_dist.options import Backend, LossOptions, require_choice, require_finite
 from cce_dist.ranks.gather import all_gather, require, require_same_sizes
@@ -124,6 +125,14 @@ class Computed(NamedTuple):
     shape: torch.Size  # targets'
     screened: Tensor | None = None  # [] bool: the teacher's logits are; None: they are not
     loss: Tensor | None = None  # [], by gradient="in_forward"; None: `value` and `nll` make it
+    extension: Extension | None = None  # `value` and `nll` have its tokens
+
+    def of_tokens(self, values: Tensor, shift: int) -> Tensor:
+        """Returns values of the tokens of `value` in targets' (shifted) shape, 0 elsewhere."""
+        if self.extension is None:
+            return self.picked.scatter_to_shape(values, self.shape, shift)
+        size = torch.Size((self.extension.size,))
+        return self.extension.cut(self.picked.scatter_to_shape(values, size, 0))
 
 
 class Distill(torch.autograd.Function):

@@ -29,7 +29,7 @@ from cce_dist.distillation.in_forward import DistillInForward
 from cce_dist.distillation.teacher import local_teacher, teacher_logits, teacher_of
 from cce_dist.frontend import validation
 from cce_dist.frontend.eager import compute as compute_loss
-from cce_dist.frontend.inputs import Inputs, options_of
+from cce_dist.frontend.inputs import Inputs, extended, options_of
 from cce_dist.frontend.prepare import differentiates, enter, local_targets_of, narrow, validate
 from cce_dist.frontend.reduction import PickedTokens, TokenLoss, gathered, pick_tokens
 from cce_dist.options import (
@@ -224,15 +224,22 @@ def compute(
 
     Args: of_tiles: the backend of what follows the products of a tile.
     """
-    hidden, weight, targets, bias, token_weight = inputs[:5]
+    hidden, weight, _, bias = inputs[:4]
     ranks, shard, shape = validate(inputs, options, group, vocab_shard)
     teacher = teacher_of(hidden, *of_teacher, len(weight), shard, logits, objective.screens)
     objective = replace(objective, takes_tiles=takes_tiles(of_tiles, hidden))
-    plan = plan_of(hidden, targets.numel(), options, ranks, shard)
-    picked = pick_tokens(targets, options, functools.partial(plan.backend.pick, shard=shard))
+    # Two temperatures are two softmaxes of the student.
+    is_twice = bool(objective.alpha) and objective.temperature != 1
+    extension = None
+    if not is_twice:
+        inputs, options, extension = extended(inputs, options, ranks)
+    of_tokens = inputs.hidden, inputs.targets.numel(), options, ranks, shard
+    plan = plan_of(*of_tokens, ordered_tokens=extension and extension.num_rows)
+    pick = functools.partial(plan.backend.pick, shard=shard)
+    picked = pick_tokens(inputs.targets, options, pick)
     of_range = (shard.vocab_size, options.ignore_index, picked.in_range)
     validation.check_target_range(picked.targets, *of_range)
-    terms = TokenLoss.of(picked, options, token_weight, None, hidden)
+    terms = TokenLoss.of(picked, options, inputs.token_weight, None, hidden)
     call, flat = _call_of(plan, picked, hidden), hidden.reshape(-1, hidden.shape[-1])
     with without_autocast(hidden.device.type):
         tensors = flat, weight, bias, teacher, call
@@ -240,15 +247,14 @@ def compute(
             needs = tuple(differentiates(x) for x in tensors[:3])
             loss, value, nll = DistillInForward.apply(*tensors, objective, terms, needs)
             return Computed(value, nll, terms, picked, shape, loss=loss)
-        by_kernels = plan.backend.forward_of_heads is not None
-        if by_kernels and objective.alpha and objective.temperature != 1:
-            # Two temperatures are two softmaxes of the student.
+        if plan.backend.forward_of_heads is None:
+            value, nll, screened = Distill.apply(*tensors, objective)
+        elif not is_twice:
+            value, nll, screened = DistillByKernels.apply(*tensors, objective, extension)
+        else:
             value, _, screened = DistillByKernels.apply(*tensors, replace(objective, alpha=0.0))
             nll = _nll(inputs, options, ranks, shard, picked.rows)
-        else:
-            function = DistillByKernels if by_kernels else Distill
-            value, nll, screened = function.apply(*tensors, objective)
-    return Computed(value, nll, terms, picked, shape, screened)
+    return Computed(value, nll, terms, picked, shape, screened, extension=extension)
 
 
 def _call_of(plan: Plan, picked: PickedTokens, hidden: Tensor) -> Call:
@@ -276,8 +282,7 @@ def _nll(
 ) -> Tensor:
     """Returns the nll of the tokens in `rows`, [N]."""
     options = replace(options, reduction="none")
-    of_loss = inputs._replace(token_weight=None)
-    losses = compute_loss(of_loss, options, group, shard, None)
+    losses = compute_loss(inputs._replace(token_weight=None), options, group, shard, None)
     assert isinstance(losses, Tensor)
     return gathered(losses, rows, inputs.targets.shape, options.shift)
 
@@ -341,12 +346,12 @@ def output_of(
     computed: Computed,
     options: tuple[Reduction, int, tuple[DistillationStat, ...], float],
 ) -> Tensor | DistillationOutput:
-    value, nll, terms, picked, shape, screened, loss = computed
+    value, nll, terms, *_, screened, loss, _ = computed
     reduction, shift, stats, alpha = options
     if loss is None:
         each = value if nll is None else (1 - alpha) * value + alpha * nll
         each = terms.per_token(each, each, None, slice(None))
-        loss = picked.scatter_to_shape(each, shape, shift) if reduction == "none" else each.sum()
+        loss = computed.of_tokens(each, shift) if reduction == "none" else each.sum()
     if not stats:
         return loss
     if screened is None and "screened" in stats:
@@ -355,7 +360,7 @@ def output_of(
     return DistillationOutput(
         loss,
         **{
-            name: picked.scatter_to_shape(x, shape, shift)
+            name: computed.of_tokens(x, shift)
             for name, x in values.items()
             if x is not None and name in stats
         },

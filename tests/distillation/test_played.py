@@ -128,6 +128,7 @@ def test_a_weight_whose_memory_was_freed(way: str, freed: str) -> None:
                 both.run(both.leaves(), **options)
 
 
+@pytest.mark.usefixtures("unextended")
 @pytest.mark.parametrize("way", ["filtered", "exact", "in_forward"])
 def test_a_gradient_has_memory_of_its_own(way: str) -> None:
     """What keeps or overwrites one gradient does not touch another."""

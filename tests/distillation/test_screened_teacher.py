@@ -222,6 +222,7 @@ def test_one_token_that_would_err_is_refused() -> None:
     assert others.run(others.leaves(), **call).screened
 
 
+@pytest.mark.usefixtures("unextended")
 def test_a_small_call_has_the_bits_of_full_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[tuple[int, ...]] = []
 

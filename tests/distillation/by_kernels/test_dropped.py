@@ -21,6 +21,8 @@ from tests.distillation.test_by_kernels import (
 )
 from tests.distillation.test_distillation import Both, error
 
+pytestmark = pytest.mark.usefixtures("unextended")
+
 
 @pytest.fixture
 def scores(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cce_dist import LossOptions, linear_cross_entropy, token_logprobs
+from cce_dist import Filter, LossOptions, linear_cross_entropy, linear_distillation, token_logprobs
 from cce_dist.algorithm import plan
 from cce_dist.backends.triton.launch.steps import Recording
 from cce_dist.frontend import prepare
@@ -22,6 +22,7 @@ from cce_dist.testing.forks import fork_context
 from cce_dist.vocab_shard import VocabShard
 from tests.backends.triton.launch.replay_cases import (
     COLUMNS,
+    PLAYED,
     WAYS,
     kinds,
     problem,
@@ -38,6 +39,9 @@ EXTENDED = {
     "screened": WAYS["screened"],
     "kept logits": {"gradient": "exact", "keep_logits": True},
     "each token": {"reduction": "none", "stats": ("lse", "entropy", "tail_mass", "logit_moments")},
+    "distillation": WAYS["distillation"],
+    "screened teacher": {"teacher": True, "logits": "screened"},
+    "Jensen-Shannon": WAYS["Jensen-Shannon"],
 }
 
 
@@ -46,6 +50,16 @@ def problem_of(place: Place, number: int) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight, targets = problem(place)
     rows = torch.arange(number, device=place.device)
     return hidden[rows % len(hidden)], weight, targets[(3 * rows) % len(targets)]
+
+
+def output_of(tensors: tuple[Tensor, Tensor, Tensor], way: str, **changes: Any) -> Any:
+    """A teacher has the student's hidden states, in the same memory."""
+    options = {**EXTENDED[way], "backend": "triton", **changes}
+    if not options.pop("teacher", False):
+        return linear_cross_entropy(*tensors, **options)
+    hidden, weight, targets = tensors
+    teacher = hidden.detach(), weight.detach().flip(0)
+    return linear_distillation(hidden, weight, *teacher, targets, **options)
 
 
 def results(tensors: tuple[Tensor, Tensor, Tensor], way: str) -> list[Tensor]:
@@ -67,13 +81,15 @@ def test_numbers_of_tokens_share_a_recording(
 ) -> None:
     problems = [problem_of(place, number) for number in NUMBERS]
     rounded = [results(tensors, way) for tensors in problems]
-    assert len(recordings()) == 2
+    # The tokens of a distillation are picked apart.
+    played = 3 if "teacher" in EXTENDED[way] else 2
+    assert len(recordings()) == PLAYED.get(way, played)
     known = len(kinds())
     plays = []
     play = Recording.play
     monkeypatch.setattr(Recording, "play", lambda *given: plays.append(given) or play(*given))
     again = [results(tensors, way) for tensors in problems]
-    assert len(plays) == 2 * len(NUMBERS) and len(kinds()) == known
+    assert len(plays) == played * len(NUMBERS) and len(kinds()) == known
     monkeypatch.setattr(Extension, "of", lambda inputs, options: None)
     for tensors, first, second in zip(problems, rounded, again, strict=True):
         require_same(first, second)
@@ -131,8 +147,7 @@ def test_memory_behind_hidden_changes_nothing(place: Place, way: str) -> None:
             memory = tensors[0].new_full((512, tensors[0].shape[1]), behind)
             memory[:200] = tensors[0]
             hidden, weight = memory.requires_grad_()[:200], tensors[1].clone().requires_grad_()
-            options = {k: v for k, v in EXTENDED[way].items() if k not in ("bias", "stats")}
-            loss = linear_cross_entropy(hidden, weight, tensors[2], backend="triton", **options)
+            loss = output_of((hidden, weight, tensors[2]), way, bias=None, stats=())
             found.append([loss, *torch.autograd.grad(loss.sum(), (memory, weight))])  # pyright: ignore
         require_same(*found)
         assert not found[0][1][200:].any()
@@ -153,12 +168,11 @@ def read_to_the_end(way: str) -> None:
         memory, dtype=hidden.dtype, count=hidden.numel(), offset=size - hidden.nbytes
     ).view_as(hidden)
     at_end.copy_(hidden)
-    options = {k: v for k, v in EXTENDED[way].items() if k != "bias"}
     for some in (targets, torch.full_like(targets, -100)):
         leaves = at_end.detach().requires_grad_(), weight.detach().requires_grad_()
         # A first call, a recorded one and a played one.
         for _ in range(3):
-            loss: Any = linear_cross_entropy(*leaves, some, backend="triton", **options)
+            loss = output_of((*leaves, some), way, bias=None)
             getattr(loss, "loss", loss).sum().backward()
 
 
@@ -238,6 +252,30 @@ def test_ignored_tokens_do_not_raise_the_threshold(monkeypatch: pytest.MonkeyPat
     of_call = hidden, 208, LossOptions(backend="triton"), None, shard
     few, many = plan.plan_of(*of_call, ordered_tokens=192), plan.plan_of(*of_call)
     assert 0 < few.threshold < many.threshold
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(("alpha", "temperature"), [(0.0, 2.0), (0.3, 1.0), (0.3, 2.0)])
+def test_each_token_of_a_distillation(alpha: float, temperature: float, shift: int) -> None:
+    """Two temperatures are two losses, of which one is extended."""
+    hidden, weight, targets = (
+        x.float() if x.is_floating_point() else x for x in problem_of(TRITON_CPU, 200)
+    )
+    shape, found = (4, 50), []
+    hidden, targets = hidden.view(*shape, -1), targets.view(shape)
+    teacher = hidden.flip(1), weight.flip(0)
+    for backend in ("triton", "torch"):
+        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        result: Any = linear_distillation(
+            *leaves, *teacher, targets if alpha else None, alpha=alpha, temperature=temperature,
+            shift=shift, reduction="none", stats=("divergence",), filter=Filter(keep=0),
+            backend=backend,
+        )  # fmt: skip
+        ramp = torch.arange(result.loss.numel()).view_as(result.loss)
+        grads = torch.autograd.grad((result.loss * ramp).sum(), leaves)
+        found.append((result.loss, result.divergence, *grads))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("number", [200, 208])
