@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,13 @@ from tests.megatron.frameworks import framework_checks as checks
 # A rank imports Megatron for seconds, the first time, and a framework for more.
 pytestmark = pytest.mark.timeout(240)
 
-CHECKS = {"verl": checks.check_verl, "skyrl": checks.check_skyrl, "nemo_rl": checks.check_nemo_rl}
+CHECKS = {
+    "verl": checks.check_verl,
+    "skyrl": checks.check_skyrl,
+    "nemo_rl": checks.check_nemo_rl,
+    "nemo_rl_model": partial(checks.check_nemo_rl_model, is_set_up=False),
+    "nemo_rl_model_before": partial(checks.check_nemo_rl_model, is_set_up=True),
+}
 
 
 @pytest.mark.parametrize("setup", checks.SETUPS)
