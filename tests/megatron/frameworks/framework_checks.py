@@ -28,6 +28,7 @@ from tests.megatron.megatron_setup import CLASSES, HIDDEN, SEQUENCE, Setup, mega
 
 TEMPERATURE = 0.7
 OPTIONS: dict[str, Any] = {"backend": "torch", "gradient": "exact"}
+BY_NEMO_RL = {"return_logprobs_for_linear_ce_fusion": True}
 SETUPS = {
     "alone_rows": Setup(tp=2),
     "sequence_parallel": Setup(tp=2, sequence_parallel=True),
@@ -280,14 +281,8 @@ def check_nemo_rl_model(setup: Setup, is_set_up: bool) -> None:
     model = case.model
 
     def forward() -> Tensor:
-        return model(
-            case.ids,
-            None,
-            None,
-            decoder_input=case.hidden,
-            labels=case.ids,
-            return_logprobs_for_linear_ce_fusion=True,
-        )
+        inputs = {"decoder_input": case.hidden, "labels": case.ids}
+        return model(case.ids, None, None, **inputs, **BY_NEMO_RL)
 
     with forward_of_gpt_model():
         if is_set_up:
@@ -322,6 +317,27 @@ def check_nemo_rl_as_theirs(setup: Setup) -> None:
     assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
     close(ours, theirs)
     for x, right_one in zip(case.grads(ours.sin().sum()), right, strict=True):
+        close(x, right_one)
+
+
+def check_nemo_rl_model_as_theirs(setup: Setup) -> None:
+    """NeMo-RL's forward of a whole model, with ours and without."""
+    module: Any = load(NEMO_UTILS)
+    case = Case(setup, 2)
+    positions = torch.arange(SEQUENCE).expand_as(case.ids)
+    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
+
+    def run() -> tuple[Tensor, tuple[Tensor, ...]]:
+        logprobs = case.model(case.ids, positions, mask, labels=case.ids, **BY_NEMO_RL)
+        return logprobs, torch.autograd.grad(logprobs.sin().sum(), list(case.model.parameters()))
+
+    with forward_of_gpt_model():
+        module.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=5)
+        theirs, right = run()
+        nemo_rl.apply(**OPTIONS)
+        ours, grads = run()
+    close(ours, theirs)
+    for x, right_one in zip(grads, right, strict=True):
         close(x, right_one)
 
 

@@ -44,6 +44,9 @@ def test_with_a_stand_in(megatron_pools: dict[int, RankPool], name: str, setup: 
         pytest.param("skyrl", checks.check_skyrl_as_theirs, "tied", id="skyrl-theirs_tied"),
         pytest.param("nemo_rl", checks.check_nemo_rl, "alone_rows", id="nemo_rl-alone_rows"),
         pytest.param("nemo_rl", checks.check_nemo_rl_as_theirs, "tied", id="nemo_rl-theirs"),
+        pytest.param(
+            "nemo_rl", checks.check_nemo_rl_model_as_theirs, "tied", id="nemo_rl-theirs_model"
+        ),
     ],
 )
 def test_with_the_framework(
