@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,6 +135,8 @@ def check_verl(setup: Setup) -> None:
         process(None, context)
     with pytest.raises(megatron_patch.PatchError, match=r"one row of packed .*got \[2, 8\]"):
         process(labels.view(2, -1), context)
+    with pytest.raises(megatron_patch.PatchError, match=r"temperature alone, got \['temp.*top_k"):
+        process(labels, SimpleNamespace(temperature=TEMPERATURE, top_k=20))
     case.model.config.config_logger_dir = "somewhere"
     with pytest.raises(megatron_patch.PatchError, match="config_logger_dir must be empty"):
         process(labels, context)
