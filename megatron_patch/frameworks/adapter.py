@@ -48,7 +48,7 @@ class Adapter:
     def __init__(self, name: str, releases: str) -> None:
         self.name, self.releases = name, releases
         self.options: PatchOptions | None = None
-        self._replaced = Replacements()
+        self.replaced = Replacements()
         self._hooks: list[_AfterImport] = []
 
     def apply(
@@ -94,7 +94,7 @@ class Adapter:
         """Puts the framework's functions back."""
         sys.meta_path[:] = [x for x in sys.meta_path if x not in self._hooks]
         self._hooks.clear()
-        self._replaced.restore()
+        self.replaced.restore()
         self.options = None
 
     def version(self) -> str:
@@ -133,7 +133,7 @@ class Adapter:
                 module = sys.modules.get(name)
                 # A module imported later has imported ours.
                 if getattr(module, seam.name, None) is original:
-                    self._replaced.replace(module, seam.name, seam.instead)
+                    self.replaced.replace(module, seam.name, seam.instead)
             logger.info(
                 "%s %s: ours in place of %s.%s", self.name, self.version(), seam.module, seam.name
             )

@@ -8,9 +8,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cce_dist import TokenLogprobs, VocabShard, token_logprobs
+from megatron_patch.errors import PatchError
 from megatron_patch.head import classes_of
 from megatron_patch.logprobs import Stat
 from megatron_patch.options import PatchOptions
+from megatron_patch.refusals import why_changed
+from megatron_patch.seams import find_seams
+
+
+def require_plain(layer: Any, config: Any, options: PatchOptions, switch: str) -> None:
+    """Checks that a head's logits are its input times the weight that is in it now.
+
+    A framework that reads the weight and does not call the head leaves out all else that it does.
+
+    Args: switch: the framework's, for messages.
+    Raises:
+        PatchError: the head does more than that product, or a hook brings its weight.
+    """
+    reason = why_changed(layer, find_seams(), options)
+    if reason is None and layer._forward_pre_hooks:
+        reason = (
+            "output_layer has forward pre-hooks, which the framework does not call: set "
+            "overlap_param_gather=False, and no FSDP"
+        )
+    if reason is None and getattr(config, "use_mup", False):
+        reason = "use_mup scales logits, which the framework does not: set it False"
+    if reason is not None:
+        raise PatchError(f"{switch} cannot use this model: {reason}")
 
 
 def shard_logprobs(

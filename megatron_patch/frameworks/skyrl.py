@@ -10,12 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_patch.errors import PatchError
 from megatron_patch.frameworks.adapter import Adapter, Seam
-from megatron_patch.frameworks.shards import shard_logprobs
+from megatron_patch.frameworks.shards import require_plain, shard_logprobs
 from megatron_patch.options import PatchOptions
-from megatron_patch.refusals import why_changed
-from megatron_patch.seams import find_seams
 
 UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
@@ -86,16 +83,7 @@ def _output_processor(options: PatchOptions, theirs: Any, **arguments: Any) -> T
     SkyRL's own sums it in the gather's backward, which would sum ours a second time.
     """
     layer, hidden = arguments["output_layer"], arguments["hidden_states"]
-    reason = why_changed(layer, find_seams(), options)
-    if reason is None and layer._forward_pre_hooks:
-        reason = (
-            "output_layer has forward pre-hooks, which SkyRL's fused LM head does not call: set "
-            "overlap_param_gather=False, and no FSDP"
-        )
-    if reason is None and getattr(arguments["config"], "use_mup", False):
-        reason = "use_mup scales logits, which SkyRL's fused LM head does not: set it False"
-    if reason is not None:
-        raise PatchError(f"fused_lm_head_logprob cannot use this model: {reason}")
+    require_plain(layer, arguments["config"], options, "fused_lm_head_logprob")
     context, weight = arguments["context"], arguments["output_weight"]
     if context is not None:
         context["lm_head_weight"] = layer.weight if weight is None else weight

@@ -64,7 +64,8 @@ def _fused_output_processor(theirs: Any, *, context: Any, config: Any, **argumen
     """Returns verl's CausalLMOutputForPPO with log_probs and entropy [s] fp32, s the packed tokens.
 
     Raises:
-        PatchError: labels are not one row of packed tokens; or Megatron's config logger is on.
+        PatchError: labels are not one row of packed tokens; verl asks for more than a temperature;
+            or Megatron's config logger is on.
     """
     labels, hidden = arguments["labels"], arguments["hidden_states"]
     if labels is not None and labels.shape[0] != 1:
@@ -74,6 +75,12 @@ def _fused_output_processor(theirs: Any, *, context: Any, config: Any, **argumen
         )
     if getattr(config, "config_logger_dir", ""):
         raise PatchError("config_logger_dir must be empty: ours does not log its tensors")
+    if vars(context).keys() != {"temperature"}:
+        raise PatchError(
+            f"output_processor_context must have temperature alone, got {sorted(vars(context))} "
+            f"in verl {_ADAPTER.version()}: megatron_patch knows verl {_ADAPTER.releases}; run "
+            "without megatron_patch.frameworks, or with that release"
+        )
     options = LogprobOptions(context.temperature, ("entropy",))
     result = logprobs(**arguments, context=options)
     assert result.entropy is not None

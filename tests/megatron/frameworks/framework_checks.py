@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,20 @@ from torch import Tensor
 import megatron_patch
 from cce_dist.reference import Reference, linear_cross_entropy_reference
 from megatron_patch.frameworks import nemo_rl, skyrl, verl
-from tests.megatron.frameworks.stand_ins import NEMO_UTILS, SKYRL, VERL, load, stand_ins
+from tests.megatron.frameworks.stand_ins import (
+    NEMO_SETUP,
+    NEMO_UTILS,
+    SKYRL,
+    VERL,
+    load,
+    stand_ins,
+)
 from tests.megatron.megatron_head import make_model, processed, whole
 from tests.megatron.megatron_setup import CLASSES, HIDDEN, SEQUENCE, Setup, megatron
 
 TEMPERATURE = 0.7
 OPTIONS: dict[str, Any] = {"backend": "torch", "gradient": "exact"}
+BY_NEMO_RL = {"return_logprobs_for_linear_ce_fusion": True}
 SETUPS = {
     "alone_rows": Setup(tp=2),
     "sequence_parallel": Setup(tp=2, sequence_parallel=True),
@@ -126,6 +135,8 @@ def check_verl(setup: Setup) -> None:
         process(None, context)
     with pytest.raises(megatron_patch.PatchError, match=r"one row of packed .*got \[2, 8\]"):
         process(labels.view(2, -1), context)
+    with pytest.raises(megatron_patch.PatchError, match=r"temperature alone, got \['temp.*top_k"):
+        process(labels, SimpleNamespace(temperature=TEMPERATURE, top_k=20))
     case.model.config.config_logger_dir = "somewhere"
     with pytest.raises(megatron_patch.PatchError, match="config_logger_dir must be empty"):
         process(labels, context)
@@ -182,19 +193,29 @@ def check_skyrl(setup: Setup) -> None:
     close(entropy.double(), golden.entropy.detach())
     assert logprobs.shape == (2, SEQUENCE - 1)
 
-    layer = case.model.output_layer
     process = partial(case.processed, module._fused_lm_head_output_processor, None, {})
+    refuses_other_heads(case.model, process)
+
+
+def refuses_other_heads(model: Any, forward: Callable[[], Any]) -> None:
+    """Heads whose weight alone does not give their logits."""
+    layer = model.output_layer
     hook = layer.register_forward_pre_hook(lambda *_: None)
     with pytest.raises(megatron_patch.PatchError, match=r"pre-hooks.*overlap_param_gather=False"):
-        process()
+        forward()
     hook.remove()
     hook = layer.register_forward_hook(lambda *_: None)
     with pytest.raises(megatron_patch.PatchError, match="cannot use this model: output_layer has"):
-        process()
+        forward()
     hook.remove()
-    case.model.config.use_mup = True
+    layer.__class__ = type("WithSoftcap", (type(layer),), {})
+    with pytest.raises(megatron_patch.PatchError, match="output_layer is a WithSoftcap"):
+        forward()
+    layer.__class__ = type(layer).__bases__[0]
+    model.config.use_mup = True
     with pytest.raises(megatron_patch.PatchError, match="use_mup scales logits"):
-        process()
+        forward()
+    model.config.use_mup = False
 
 
 def check_skyrl_as_theirs(setup: Setup) -> None:
@@ -242,6 +263,52 @@ def check_nemo_rl(setup: Setup) -> None:
         nemos(case, cp_group=case.group)
 
 
+@contextmanager
+def forward_of_gpt_model() -> Iterator[None]:
+    """NeMo-RL replaces it, and never puts it back."""
+    gpt_model: Any = load("megatron.core.models.gpt").GPTModel
+    before = gpt_model.forward
+    try:
+        yield
+    finally:
+        nemo_rl.remove()
+        gpt_model.forward = before
+        for name in [x for x in vars(gpt_model) if "linear_ce_fusion" in x]:
+            delattr(gpt_model, name)
+
+
+def check_nemo_rl_model(setup: Setup, is_set_up: bool) -> None:
+    """A model's forward, which NeMo-RL replaces before apply(), or after it."""
+    module: Any = load(NEMO_SETUP if is_set_up else NEMO_UTILS)
+    case = Case(setup, 2)
+    model = case.model
+
+    def forward() -> Tensor:
+        inputs = {"decoder_input": case.hidden, "labels": case.ids}
+        return model(case.ids, None, None, **inputs, **BY_NEMO_RL)
+
+    with forward_of_gpt_model():
+        if is_set_up:
+            module.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=5)
+        nemo_rl.apply(**OPTIONS)
+        if not is_set_up:
+            module.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=5)
+        golden, leaves = case.golden(case.ids.roll(-1, -1), 1.0)
+        same(case, (forward(),), (-golden.nll[:, :-1],), leaves)
+        refuses_other_heads(model, forward)
+        model.config.mtp_num_layers = 2
+        with pytest.raises(megatron_patch.PatchError, match=r"mtp_num_layers must be 0 .*got 2"):
+            forward()
+        with torch.no_grad():
+            close(forward().double(), -golden.nll[:, :-1].detach())
+        model.config.mtp_num_layers = None
+        with_logits = model(case.ids, torch.arange(SEQUENCE).expand_as(case.ids), None)
+        assert with_logits.shape[:2] == case.ids.shape
+        nemo_rl.remove()
+        model.config.use_mup = True
+        assert forward() == "theirs"
+
+
 def check_nemo_rl_as_theirs(setup: Setup) -> None:
     """NeMo-RL's own function, with ours and without; it knows sequence parallelism alone."""
     load(NEMO_UTILS)
@@ -253,6 +320,27 @@ def check_nemo_rl_as_theirs(setup: Setup) -> None:
     assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
     close(ours, theirs)
     for x, right_one in zip(case.grads(ours.sin().sum()), right, strict=True):
+        close(x, right_one)
+
+
+def check_nemo_rl_model_as_theirs(setup: Setup) -> None:
+    """NeMo-RL's forward of a whole model, with ours and without."""
+    module: Any = load(NEMO_UTILS)
+    case = Case(setup, 2)
+    positions = torch.arange(SEQUENCE).expand_as(case.ids)
+    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
+
+    def run() -> tuple[Tensor, tuple[Tensor, ...]]:
+        logprobs = case.model(case.ids, positions, mask, labels=case.ids, **BY_NEMO_RL)
+        return logprobs, torch.autograd.grad(logprobs.sin().sum(), list(case.model.parameters()))
+
+    with forward_of_gpt_model():
+        module.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=5)
+        theirs, right = run()
+        nemo_rl.apply(**OPTIONS)
+        ours, grads = run()
+    close(ours, theirs)
+    for x, right_one in zip(grads, right, strict=True):
         close(x, right_one)
 
 

@@ -14,6 +14,7 @@ VERL = "verl.models.mcore.model_forward_fused"
 SKYRL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 SKYRL = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
 NEMO_UTILS, NEMO = "nemo_rl.distributed.model_utils", "nemo_rl.models.megatron.train"
+NEMO_SETUP = "nemo_rl.models.megatron.setup"
 
 _VERL = """
 from dataclasses import dataclass
@@ -90,6 +91,44 @@ def from_parallel_hidden_states_to_logprobs(
     chunk_size=None,
 ):
     return "theirs"
+
+def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size):
+    from megatron.core.models.gpt import GPTModel
+
+    if getattr(GPTModel, "_linear_ce_fusion_forward_patched", False):
+        GPTModel._linear_ce_fusion_chunk_size = chunk_size
+        return
+    GPTModel._original_forward_for_linear_ce_fusion = GPTModel.forward
+    GPTModel._linear_ce_fusion_chunk_size = chunk_size
+    GPTModel.forward = _gpt_forward_with_linear_ce_fusion
+    GPTModel._linear_ce_fusion_forward_patched = True
+
+# The decoder's layers are left out: decoder_input is the head's input.
+def _gpt_forward_with_linear_ce_fusion(
+    self, input_ids, position_ids, attention_mask, decoder_input=None, labels=None, *,
+    return_logprobs_for_linear_ce_fusion=False, **others,
+):
+    if not return_logprobs_for_linear_ce_fusion:
+        return self._original_forward_for_linear_ce_fusion(
+            input_ids, position_ids, attention_mask, decoder_input, labels, **others
+        )
+    group = self.output_layer.tp_group
+    tied = self.share_embeddings_and_output_weights
+    rows = self.vocab_size // group.size()
+    return from_parallel_hidden_states_to_logprobs(
+        decoder_input,
+        self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
+        None,
+        labels,
+        vocab_start_index=group.rank() * rows,
+        vocab_end_index=(group.rank() + 1) * rows,
+        tp_group=group,
+        cp_group=None,
+        chunk_size=self._linear_ce_fusion_chunk_size,
+    )
+"""
+_NEMO_SETUP = f"""
+from {NEMO_UTILS} import patch_gpt_model_forward_for_linear_ce_fusion
 """
 _NEMO = """
 def apply_temperature_scaling(logits, sampling_params):
@@ -100,6 +139,7 @@ SOURCES = {
     SKYRL_UTILS: _SKYRL_UTILS,
     SKYRL: _SKYRL,
     NEMO_UTILS: _NEMO_UTILS,
+    NEMO_SETUP: _NEMO_SETUP,
     NEMO: _NEMO,
 }
 

@@ -16,6 +16,7 @@ from megatron_patch import PatchError
 from megatron_patch.frameworks import nemo_rl, skyrl, verl
 from tests.megatron.frameworks.stand_ins import (
     NEMO,
+    NEMO_SETUP,
     NEMO_UTILS,
     SKYRL,
     SKYRL_UTILS,
@@ -38,6 +39,8 @@ SEAMS = {
     ],
     "nemo_rl": [
         (NEMO_UTILS, "from_parallel_hidden_states_to_logprobs"),
+        (NEMO_UTILS, "patch_gpt_model_forward_for_linear_ce_fusion"),
+        (NEMO_SETUP, "patch_gpt_model_forward_for_linear_ce_fusion"),
         (NEMO, "apply_temperature_scaling"),
     ],
 }
@@ -76,7 +79,7 @@ def test_apply_replaces_and_remove_puts_back(name: str, is_imported: bool) -> No
     for module, function in SEAMS[name]:
         # What a module has imported from another stays ours there, and does what theirs does.
         left = getattr(load(module), function)
-        assert not is_ours(left) or (not is_imported and module == SKYRL)
+        assert not is_ours(left) or (not is_imported and module in (SKYRL, NEMO_SETUP))
     if name == "skyrl":
         entropy: Any = load(SKYRL)._fused_vocab_parallel_entropy_from_hidden
         assert entropy(None, None, None) == "theirs"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,13 @@ from tests.megatron.frameworks import framework_checks as checks
 # A rank imports Megatron for seconds, the first time, and a framework for more.
 pytestmark = pytest.mark.timeout(240)
 
-CHECKS = {"verl": checks.check_verl, "skyrl": checks.check_skyrl, "nemo_rl": checks.check_nemo_rl}
+CHECKS = {
+    "verl": checks.check_verl,
+    "skyrl": checks.check_skyrl,
+    "nemo_rl": checks.check_nemo_rl,
+    "nemo_rl_model": partial(checks.check_nemo_rl_model, is_set_up=False),
+    "nemo_rl_model_before": partial(checks.check_nemo_rl_model, is_set_up=True),
+}
 
 
 @pytest.mark.parametrize("setup", checks.SETUPS)
@@ -37,6 +44,9 @@ def test_with_a_stand_in(megatron_pools: dict[int, RankPool], name: str, setup: 
         pytest.param("skyrl", checks.check_skyrl_as_theirs, "tied", id="skyrl-theirs_tied"),
         pytest.param("nemo_rl", checks.check_nemo_rl, "alone_rows", id="nemo_rl-alone_rows"),
         pytest.param("nemo_rl", checks.check_nemo_rl_as_theirs, "tied", id="nemo_rl-theirs"),
+        pytest.param(
+            "nemo_rl", checks.check_nemo_rl_model_as_theirs, "tied", id="nemo_rl-theirs_model"
+        ),
     ],
 )
 def test_with_the_framework(
