@@ -125,7 +125,15 @@ def why_hooked(layer: Any, options: PatchOptions) -> str | None:
     A forward or backward hook reads logits or their gradient. A forward pre-hook may write the
     weight, whose 8-bit copy would then be old.
     """
-    kinds = [
+    kinds = readers_of_logits(layer)
+    if options.logits == "screened" and options.quantize_once:
+        kinds += [("forward pre-hook", layer._forward_pre_hooks, _COPY)]
+    return foreign_hook("output_layer", kinds)
+
+
+def readers_of_logits(layer: Any) -> list[tuple[str, Any, str]]:
+    """Lists the kinds of hooks that get a layer's output or its gradient, for `foreign_hook`."""
+    return [
         ("forward hook", layer._forward_hooks, _LOGITS),
         ("backward hook", layer._backward_hooks, _GRADIENT),
         ("backward pre-hook", layer._backward_pre_hooks, _GRADIENT),
@@ -133,9 +141,6 @@ def why_hooked(layer: Any, options: PatchOptions) -> str | None:
         ("backward hook of every module", modules._global_backward_hooks, _GRADIENT),
         ("backward pre-hook of every module", modules._global_backward_pre_hooks, _GRADIENT),
     ]
-    if options.logits == "screened" and options.quantize_once:
-        kinds += [("forward pre-hook", layer._forward_pre_hooks, _COPY)]
-    return foreign_hook("output_layer", kinds)
 
 
 def foreign_hook(of: str, kinds: list[tuple[str, Any, str]]) -> str | None:

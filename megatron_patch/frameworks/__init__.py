@@ -1,4 +1,4 @@
-"""Our log-probabilities in frameworks that train with Megatron: verl, SkyRL and NeMo-RL.
+"""Our log-probabilities in verl, with Megatron and with FSDP, and in SkyRL and NeMo-RL.
 
     from megatron_patch.frameworks import verl
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from typing import Any
 
+import torch
+
 from megatron_patch.errors import PatchError
 from megatron_patch.options import PatchOptions
 from megatron_patch.replacements import Replacements
@@ -24,7 +26,8 @@ class Seam:
 
     Args:
         module: dotted name.
-        name: of the function in the module.
+        name: of the function in the module, also `Class.method`. Of an autograd function's `apply`
+            its forward has the arguments.
         arguments: the names that it must take, in order.
         instead: ours; it gets the framework's function before the arguments.
         also_in: modules that import the function by name.
@@ -35,6 +38,13 @@ class Seam:
     arguments: str
     instead: Callable[..., Any]
     also_in: tuple[str, ...] = ()
+
+    def place_in(self, module: Any) -> tuple[Any, str]:
+        """Returns the module, or the class in it, that has the function, and its name there."""
+        *classes, name = self.name.split(".")
+        for each in classes:
+            module = getattr(module, each, None)
+        return module, name
 
 
 class Adapter:
@@ -111,7 +121,10 @@ class Adapter:
     def _check(self, seams: list[Seam]) -> None:
         for seam in seams:
             module, described = sys.modules[seam.module], f"{seam.module}.{seam.name}"
-            function = without_ours(getattr(module, seam.name, None))
+            function = without_ours(getattr(*seam.place_in(module), None))
+            owner = getattr(function, "__self__", None)
+            if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+                function = owner.forward
             has = arguments_of(function)
             if has != seam.arguments.split():
                 raise PatchError(
@@ -128,12 +141,12 @@ class Adapter:
 
     def _replace(self, seams: list[Seam]) -> None:
         for seam in seams:
-            original = getattr(sys.modules[seam.module], seam.name)
-            for name in (seam.module, *seam.also_in):
-                module = sys.modules.get(name)
+            original = getattr(*seam.place_in(sys.modules[seam.module]))
+            for module in (seam.module, *seam.also_in):
+                owner, name = seam.place_in(sys.modules.get(module))
                 # A module imported later has imported ours.
-                if getattr(module, seam.name, None) is original:
-                    self.replaced.replace(module, seam.name, seam.instead)
+                if getattr(owner, name, None) is original:
+                    self.replaced.replace(owner, name, seam.instead)
             logger.info(
                 "%s %s: ours in place of %s.%s", self.name, self.version(), seam.module, seam.name
             )

@@ -1,4 +1,4 @@
-"""Our log-probabilities and entropy in the place of verl's fused kernel."""
+"""Our log-probabilities and entropy in the place of verl's fused kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_patch import patch
 from megatron_patch.errors import PatchError
+from megatron_patch.frameworks import verl_fsdp
 from megatron_patch.frameworks.adapter import Adapter, Seam
 from megatron_patch.logprobs import LogprobOptions, logprobs
 from megatron_patch.options import PatchOptions
@@ -20,9 +21,9 @@ _MODELS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def apply(**keywords: object) -> None:
-    """Computes log-probabilities of verl's fused forward by `megatron_patch.logprobs`.
+    """Computes log-probabilities of verl's fused forwards, of Megatron and FSDP, by ours.
 
-    verl's `patch_fused_forward(model)` applies the patch to its model, too.
+    With Megatron verl's `patch_fused_forward(model)` applies the patch to its model, too.
 
     Args: keywords: options of PatchOptions; without them the MEGATRON_PATCH_ variables.
     Raises:
@@ -57,6 +58,7 @@ def _seams(options: PatchOptions) -> tuple[Seam, ...]:
     return (
         Seam(MODULE, "fused_output_processor", processor, _fused_output_processor),
         Seam(MODULE, "patch_fused_forward", "model", patch_fused_forward),
+        *verl_fsdp.seams(options),
     )
 
 

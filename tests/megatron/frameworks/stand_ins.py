@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 VERL = "verl.models.mcore.model_forward_fused"
+VERL_PATCH = "verl.models.transformers.monkey_patch"
 SKYRL_UTILS = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 SKYRL = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
 NEMO_UTILS, NEMO = "nemo_rl.distributed.model_utils", "nemo_rl.models.megatron.train"
@@ -36,6 +37,86 @@ def fused_output_processor(
 
 def patch_fused_forward(model):
     model.is_patched_by_verl = True
+"""
+_VERL_TORCH = """
+import torch
+
+class FusedLinearForPPO(torch.nn.Module):
+    def __init__(self, chunk_size=512, impl_backend="torch"):
+        super().__init__()
+
+    def forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
+        return "theirs", "theirs"
+"""
+_VERL_TRITON = """
+import torch
+
+class LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None
+    ):
+        return "theirs", "theirs"
+
+linear_cross_entropy = LinearCrossEntropy.apply
+"""
+# Between the arguments of verl's modules for FSDP, of which each has two such functions.
+_VERL_FORWARDS = """
+from dataclasses import dataclass
+
+import torch
+from torch.utils import _pytree
+
+@dataclass
+class CausalLMOutputForPPO:
+    log_probs: object
+    entropy: object
+
+# As transformers does, so that FSDP finds the tensors.
+_pytree.register_dataclass(CausalLMOutputForPPO)
+
+def forward_with_torch_backend(
+    self, input_ids=None, {0} labels=None, {1} temperature=1.0, shift_labels=None, {2}
+):
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    hidden = self.model(input_ids=input_ids)[0]
+    labels = torch.roll(input_ids, -1, -1) if shift_labels is None else shift_labels
+    function = FusedLinearForPPO(impl_backend=self._verl_fused_kernels_backend)
+    log_probs, entropy = function.forward(
+        hidden_states=hidden, vocab_weights=self.lm_head.weight, input_ids=labels,
+        temperature=temperature,
+    )
+    return CausalLMOutputForPPO(log_probs, entropy)
+
+def forward_with_triton_backend(
+    self, input_ids=None, {0} labels=None, {1} temperature=1.0, shift_labels=None, {2}
+):
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    hidden = self.model(input_ids=input_ids)[0]
+    labels = torch.roll(input_ids, -1, -1) if shift_labels is None else shift_labels
+    log_probs, entropy = linear_cross_entropy(
+        hidden, self.lm_head.weight, labels, temperature, "none"
+    )
+    return CausalLMOutputForPPO(log_probs, entropy)
+"""
+_VERL_DENSE = _VERL_FORWARDS.format(
+    "attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,",
+    "use_cache=None, output_attentions=None, output_hidden_states=None, return_dict=None, "
+    "cache_position=None, logits_to_keep=0,",
+    "**loss_kwargs",
+)
+_VERL_VISION = _VERL_FORWARDS.format("", "", "**kwargs")
+_VERL_PATCH = """
+def patch_forward_with_backends(model, use_fused_kernels=False, fused_kernels_backend=None):
+    if not use_fused_kernels:
+        return
+    from verl.models.transformers import dense_common
+
+    model._verl_fused_kernels_backend = fused_kernels_backend
+    name = "triton" if fused_kernels_backend == "triton" else "torch"
+    model.__class__.forward = getattr(dense_common, f"forward_with_{name}_backend")
 """
 # As SkyRL's, these shift the targets, and one function below them knows the head.
 _SKYRL_UTILS = """
@@ -136,6 +217,14 @@ def apply_temperature_scaling(logits, sampling_params):
 """
 SOURCES = {
     VERL: _VERL,
+    "verl.utils.experimental.torch_functional": _VERL_TORCH,
+    "verl.utils.kernel.linear_cross_entropy": _VERL_TRITON,
+    "verl.models.transformers.dense_common": _VERL_DENSE,
+    **{f"verl.models.transformers.{x}": _VERL_VISION for x in ("qwen2_vl", "qwen3_vl", "glm4v")},
+    "verl.models.transformers.qwen3_5": _VERL_FORWARDS.format(
+        "", "", "cu_seqlens=None, cu_seqlens_cpu=None, **kwargs"
+    ),
+    VERL_PATCH: _VERL_PATCH,
     SKYRL_UTILS: _SKYRL_UTILS,
     SKYRL: _SKYRL,
     NEMO_UTILS: _NEMO_UTILS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 
 from megatron_patch import PatchError
 from megatron_patch.frameworks import nemo_rl, skyrl, verl
+from megatron_patch.frameworks.verl_fsdp import FORWARDS, TORCH, TRITON
 from tests.megatron.frameworks.stand_ins import (
     NEMO,
     NEMO_SETUP,
@@ -28,7 +30,17 @@ from tests.megatron.frameworks.stand_ins import (
 
 FRAMEWORKS: dict[str, Any] = {"verl": verl, "skyrl": skyrl, "nemo_rl": nemo_rl}
 SEAMS = {
-    "verl": [(VERL, "fused_output_processor"), (VERL, "patch_fused_forward")],
+    "verl": [
+        (VERL, "fused_output_processor"),
+        (VERL, "patch_fused_forward"),
+        (TORCH, "FusedLinearForPPO.forward"),
+        (TRITON, "linear_cross_entropy"),
+        *(
+            (module, f"forward_with_{x}_backend")
+            for module in FORWARDS
+            for x in ("torch", "triton")
+        ),
+    ],
     "skyrl": [
         (SKYRL, "_fused_lm_head_output_processor"),
         (SKYRL, "from_parallel_hidden_to_logprobs"),
@@ -57,6 +69,10 @@ def modules() -> Iterator[None]:
             framework.remove()
 
 
+def find(module: str, name: str) -> Any:
+    return operator.attrgetter(name)(load(module))
+
+
 def is_ours(function: Any) -> bool:
     return hasattr(function, "__wrapped__")
 
@@ -72,13 +88,13 @@ def test_apply_replaces_and_remove_puts_back(name: str, is_imported: bool) -> No
     framework.apply()
     framework.apply()
     assert is_imported == (sys.meta_path == finders)
-    assert all(is_ours(getattr(load(module), function)) for module, function in SEAMS[name])
+    assert all(is_ours(find(module, function)) for module, function in SEAMS[name])
     framework.remove()
     framework.remove()
     assert sys.meta_path == finders
     for module, function in SEAMS[name]:
         # What a module has imported from another stays ours there, and does what theirs does.
-        left = getattr(load(module), function)
+        left = find(module, function)
         assert not is_ours(left) or (not is_imported and module in (SKYRL, NEMO_SETUP))
     if name == "skyrl":
         entropy: Any = load(SKYRL)._fused_vocab_parallel_entropy_from_hidden
@@ -117,7 +133,7 @@ def test_apply_refuses_a_moved_signature(name: str, is_imported: bool) -> None:
         with pytest.raises(PatchError, match=match):
             framework.apply() if is_imported else [load(x) for x, _ in SEAMS[name]]
         if is_imported:
-            assert not any(is_ours(getattr(load(x), y)) for x, y in SEAMS[name])
+            assert not any(is_ours(find(x, y)) for x, y in SEAMS[name])
         framework.remove()
 
 
