@@ -48,7 +48,7 @@ def metadata_of(wheel: Path) -> importlib.metadata.PackageMetadata:
 
 
 def make_environment(folder: Path, wheel: Path, extra: str) -> Path:
-    """The Python of a new environment with the wheel and `extra`, "" for none.
+    """The Python of a new environment with the wheel and `extra`, "" for none, "a,b" for two.
 
     Raises:
         importlib.metadata.PackageNotFoundError: the suite has no package of that name.
@@ -74,8 +74,8 @@ def install(python: Path, wheel: Path, extra: str) -> None:
 
 
 def _closure(requires: Iterable[str], extra: str) -> Iterable[str]:
-    """Names of all packages that these requirements need, and what they need in turn."""
-    waiting = [(text, extra) for text in requires]
+    """Names of all packages that these requirements need with these extras, and what those need."""
+    waiting = [(text, each) for text in requires for each in extra.split(",")]
     done = set(waiting)
     while waiting:
         text, extra = waiting.pop()

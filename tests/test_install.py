@@ -32,8 +32,11 @@ ROOT = Path(__file__).parent.parent
 PROBE = Path(__file__).parent / "install_probe.py"
 # All but `test`, whose environment is the one that runs this.
 CHOICES = (CORE, "train", "bench", "mpi", "megatron", "tensorboard")
-# Where each help is read: the others have one package more than CORE, which no help imports.
-HELPED = CHOICES[:2]
+# The environments that are looked into. "bench" is in that of "train". Two extras that bring one
+# package each are together: no module imports both.
+ENVIRONMENTS = (CORE, "train", "megatron", "mpi,tensorboard")
+# Where each help is read: the others have packages more than CORE, which no help imports.
+HELPED = ENVIRONMENTS[:1]
 # Frameworks, of which an environment of its own would hold nothing to import: tests/integrations.
 FRAMEWORKS = ("torchtitan", "transformers", "trl")
 # Extras that bring what another brings.
@@ -91,16 +94,19 @@ def environments(
 
 def missing_by_right(extra: str) -> set[str]:
     """Modules that an installation with `extra` need not have."""
-    brought = {CORE, extra, BRINGS.get(extra, CORE)}
+    brought = {CORE, *extra.split(",")}
     return {"triton", *(name for name, of in EXTRAS.items() if of not in brought)}
 
 
 def test_an_extra_brings_what_its_modules_import(
     environments: Environments, tmp_path: Path
 ) -> None:
-    sites = [site_of(environments(extra)) for extra in CHOICES]
+    sites = [site_of(environments(extra)) for extra in ENVIRONMENTS]
+    assert {CORE, *BRINGS, *",".join(ENVIRONMENTS).split(",")} == set(CHOICES)
+    for extra, other in BRINGS.items():
+        assert site_of(environments(extra)) == sites[ENVIRONMENTS.index(other)]
     of_each = probe(environments(CORE), tmp_path, "modules", str(len(HELPED)), *sites)
-    for extra, site, found in zip(CHOICES, sites, of_each, strict=True):
+    for extra, site, found in zip(ENVIRONMENTS, sites, of_each, strict=True):
         assert found["origin"].startswith(site)
         require_whole(extra, found)
         require_megatron(extra, *found["patch"])

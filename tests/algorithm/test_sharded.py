@@ -25,7 +25,7 @@ from cce_dist.testing import (
     zipf_inputs,
 )
 from tests.algorithm.sharded_cases import RANKS, Bounds, run_ranks
-from tests.support.grids import paired_grid
+from tests.support.grids import value_grid
 from tests.support.loss_cases import EACH_OPTION, EVERY_STAT, MODES, generator
 
 
@@ -57,7 +57,7 @@ def not_refused(row: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    **paired_grid(
+    **value_grid(
         places=CPU_PLACES,
         option=tuple(OPTIONS),
         gradient=MODES,
@@ -79,7 +79,7 @@ def test_linear_cross_entropy_each_option_on_a_group(
 
 
 @pytest.mark.parametrize(
-    **paired_grid(
+    **value_grid(
         places=CPU_PLACES, gradient=MODES, dtype=("bf16", "fp16", "fp32"), world_size=RANKS
     )
 )
@@ -98,7 +98,7 @@ def test_linear_cross_entropy_each_dtype_on_a_group(
 
 
 @pytest.mark.parametrize(
-    **grid(places=CPU_PLACES, frozen=("hidden", "weight", "nothing"), gradient=MODES)
+    **value_grid(places=CPU_PLACES, frozen=("hidden", "weight", "nothing"), gradient=MODES)
 )
 def test_linear_cross_entropy_frozen_input_on_a_group(
     place: Place, frozen: str, gradient: str
@@ -158,7 +158,7 @@ SHARDS: dict[str, tuple[Bounds, int]] = {
 }
 
 
-@pytest.mark.parametrize(**grid(places=CPU_PLACES, shards=tuple(SHARDS), gradient=MODES))
+@pytest.mark.parametrize(**value_grid(places=CPU_PLACES, shards=tuple(SHARDS), gradient=MODES))
 def test_linear_cross_entropy_shards(place: Place, shards: str, gradient: str) -> None:
     bounds, vocab_size = SHARDS[shards]
     if shards == "very_uneven" and place.interprets:
@@ -200,7 +200,7 @@ def test_linear_cross_entropy_chunks_of_tokens_on_uneven_shards(
     check_outputs(case, run_ranks(case, 2))
 
 
-@pytest.mark.parametrize(**grid(places=CPU_PLACES, owner=(0, 1, 2), gradient=MODES))
+@pytest.mark.parametrize(**value_grid(places=CPU_PLACES, owner=(0, 1, 2), gradient=MODES))
 def test_linear_cross_entropy_all_targets_on_one_rank(
     place: Place, owner: int, gradient: str
 ) -> None:
@@ -210,7 +210,7 @@ def test_linear_cross_entropy_all_targets_on_one_rank(
     check_outputs(case, run_ranks(case, 3))
 
 
-@pytest.mark.parametrize(**grid(places=CPU_PLACES, masked=(0, 1, 2), gradient=MODES))
+@pytest.mark.parametrize(**value_grid(places=CPU_PLACES, masked=(0, 1, 2), gradient=MODES))
 def test_linear_cross_entropy_minus_inf_bias_over_a_shard(
     place: Place, masked: int, gradient: str
 ) -> None:
@@ -223,7 +223,9 @@ def test_linear_cross_entropy_minus_inf_bias_over_a_shard(
     check_outputs(case, run_ranks(case, 3))
 
 
-@pytest.mark.parametrize(**grid(places=CPU_PLACES, dtype=("fp32", "bf16", "fp16"), gradient=MODES))
+@pytest.mark.parametrize(
+    **value_grid(places=CPU_PLACES, dtype=("fp32", "bf16", "fp16"), gradient=MODES)
+)
 def test_linear_cross_entropy_large_logits_on_a_group(
     place: Place, gradient: str, dtype: str
 ) -> None:
@@ -252,7 +254,7 @@ SEQUENCES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    **grid(places=CPU_PLACES, sequence=SEQUENCES, gradient=MODES, world_size=RANKS)
+    **value_grid(places=CPU_PLACES, sequence=SEQUENCES, gradient=MODES, world_size=RANKS)
 )
 def test_linear_cross_entropy_sequence_parallel(
     place: Place, sequence: tuple[Any, dict[str, Any]], gradient: str, world_size: int
@@ -265,7 +267,9 @@ def test_linear_cross_entropy_sequence_parallel(
     check_outputs(case, run_ranks(case, world_size))
 
 
-@pytest.mark.parametrize(**grid(places=CPU_PLACES, dtype=("bf16", "fp16", "fp32"), gradient=MODES))
+@pytest.mark.parametrize(
+    **value_grid(places=CPU_PLACES, dtype=("bf16", "fp16", "fp32"), gradient=MODES)
+)
 def test_linear_cross_entropy_sequence_parallel_dtypes(
     place: Place, gradient: str, dtype: str
 ) -> None:

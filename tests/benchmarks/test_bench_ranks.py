@@ -33,11 +33,10 @@ from tests.support.torchrun import bench
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
-def test_distillation_is_measured_beside_one_rank(tmp_path: Path, divergence: str) -> None:
+def test_distillation_is_measured_beside_one_rank(tmp_path: Path) -> None:
     path = tmp_path / "ranks.csv"
     where = ("--device", "cpu", "--dtype", "float32", "--shape", "64x512x16", "--repeats", "3")
-    options = ("--divergence", divergence, "--csv", str(path))
+    options = ("--divergence", "jsd", "--csv", str(path))
     code, output = bench(tmp_path, "distill-ranks", *where, *options)
     assert code == 0, output
     with path.open() as file:
@@ -50,7 +49,7 @@ def test_distillation_is_measured_beside_one_rank(tmp_path: Path, divergence: st
     for row in rows[2:]:
         # Of terms such as q - p, whose digits cancel.
         assert max(float(row["grad_hidden_error"]), float(row["grad_weight_error"])) < 2e-5
-        assert row["D_teacher"] == "32" and row["divergence"] == divergence
+        assert row["D_teacher"] == "32" and row["divergence"] == "jsd"
         assert float(row["mean_kl"]) > 0
 
 

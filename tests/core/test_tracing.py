@@ -43,6 +43,7 @@ from cce_dist.testing import (
     grid,
     shared_pool,
 )
+from tests.support.grids import value_grid
 
 TOKENS, CLASSES, DIM = 130, 600, 16
 SOME = Filter(keep=0.01)
@@ -117,7 +118,7 @@ def gradients(run: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
 # -- activation checkpointing -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(**grid(places=PLACES, options=OPTIONS, saves=POLICIES))
+@pytest.mark.parametrize(**value_grid(options=OPTIONS, saves=POLICIES))
 def test_selective_checkpointing(
     place: Place, options: dict[str, Any], saves: Callable[[Any, int], bool]
 ) -> None:
@@ -166,8 +167,11 @@ def test_selective_checkpointing_leaves_other_modes_alone() -> None:
     assert seen == alone.largest_numel
 
 
-@pytest.mark.parametrize("early_stop", [True, False], ids=["early_stop", "to_the_end"])
-@pytest.mark.parametrize(**grid(places=CPU_PLACES, options=OPTIONS))
+@pytest.mark.parametrize(
+    **value_grid(
+        places=CPU_PLACES, options=OPTIONS, early_stop={"early_stop": True, "to_the_end": False}
+    )
+)
 def test_full_checkpointing_computes_twice(
     place: Place,
     options: dict[str, Any],

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from cce_dist import VocabShard, linear_cross_entropy, linear_distillation
 from cce_dist.testing import DTYPES, TORCH_CPU, TRITON_PLACES, Place, shared_pool
 from tests.distillation.test_by_kernels import PLAIN, zipf
-from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, upstream_of
+from tests.distillation.test_distillation import CLASSES, Both, upstream_of
 from tests.frontend.compile.compile_cases import WARNING, poison  # noqa: F401
 from tests.support.graphs import AOT_CHECKED
 
@@ -30,12 +30,13 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-# Each call with two divergences, and each divergence with all that a call may have.
+# Each call and each divergence: a graph has their operators side by side. "all" has a divergence of
+# one pass over the tiles, and one of two.
 PAIRS = (
-    *(("all", divergence) for divergence in DIVERGENCES),
-    *(("alpha, one temperature", divergence) for divergence in ("forward_kl", "jsd")),
-    *(("the mean alone", divergence) for divergence in ("reverse_kl", "tvd")),
+    *(("all", divergence) for divergence in ("forward_kl", "jsd")),
+    *(("alpha, one temperature", "tvd"), ("the mean alone", "reverse_kl")),
 )
+OF_KERNELS = (("all", "forward_kl"), ("alpha, one temperature", "jsd"), PAIRS[-1])
 
 
 def of_two_tiles(dtype: torch.dtype) -> Both:
@@ -74,7 +75,8 @@ def test_eager_torch(divergence: str, call: str) -> None:
     check_compiled(of_two_tiles(torch.float64), **options)
 
 
-# In the interpreter PAIRS alone.
+# In the interpreter PAIRS alone, of which "tvd" has no kernels of both heads: the call with alpha
+# has Jensen-Shannon's in its place.
 @pytest.mark.parametrize(
     ("divergence", "place", "dtype", "call"),
     [
@@ -87,7 +89,7 @@ def test_eager_torch(divergence: str, call: str) -> None:
         for dtype in ("fp32", "bf16")
         for call in CALLS
         for divergence in ("forward_kl", "reverse_kl", "jsd")
-        if dtype in place.dtypes and (not place.interprets or (call, divergence) in PAIRS)
+        if dtype in place.dtypes and (not place.interprets or (call, divergence) in OF_KERNELS)
     ],
 )
 def test_kernels(divergence: str, place: Place, dtype: str, call: str) -> None:
@@ -113,7 +115,8 @@ def test_screened(place: Place) -> None:
     assert bool(is_screened) == (place is not TORCH_CPU)
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+# Of one pass over the tiles, and of two.
+@pytest.mark.parametrize("divergence", ["reverse_kl", "tvd"])
 def test_kernels_of_tiles(divergence: str) -> None:
     options = {"divergence": divergence, "gradient": "exact", "backend": "triton"}
     check_compiled(Both.make(torch.float32).few(), **options)
@@ -142,7 +145,9 @@ def test_a_frozen_head_and_no_gradient() -> None:
 
 def test_other_numbers_of_tokens_and_other_options() -> None:
     """A call of another shape or temperature has its own values, and is compiled for them."""
-    both = of_two_tiles(torch.float64)
+    both = Both.make(torch.float64).few()
+    # One tile.
+    both = replace(both, weight=both.weight[:16], teacher_weight=both.teacher_weight[:16])
 
     def run(hidden: Tensor, teacher_hidden: Tensor, temperature: float, softcap: float) -> Any:
         tensors = hidden, both.weight, teacher_hidden, both.teacher_weight
@@ -184,8 +189,8 @@ def on_a_rank(group: Any, both: Both, split: bool, place: Any, options: Any) -> 
     check_compiled(cut, vocab_shard=VocabShard(start, stop, CLASSES), **ranks)
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+# Tokens are gathered before a backend is called, and gradients summed after it.
+@pytest.mark.parametrize(("backend", "split"), [("torch", False), ("triton", True)])
 def test_ranks(backend: str, split: bool) -> None:
     options = {"backend": backend, "reduction": "sum", "alpha": 0.25}
     shared_pool().run(2, on_a_rank, Both.make(torch.float32).few(), split, None, options)

@@ -13,9 +13,9 @@ from cce_dist import Filter, VocabShard, linear_distillation
 from cce_dist.core.allocations import track_allocations
 from cce_dist.distillation import in_forward
 from cce_dist.testing import DTYPES, Place, nccl_pool, shared_pool
-from tests.distillation.test_by_kernels import BY_PLACE, wide_leaves
+from tests.distillation.test_by_kernels import wide_leaves
 from tests.distillation.test_distillation import CLASSES, DIVERGENCES, Both, error
-from tests.distillation.test_tiles import GRADIENTS, JUMPS, VALUES, on_a_rank
+from tests.distillation.test_tiles import GRADIENTS, JUMPS, VALUES, cases_of, on_a_rank
 
 pytestmark = pytest.mark.usefixtures("loops")
 # The upstream gradient of the loss.
@@ -27,13 +27,12 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 TORCH = Place("torch", "cpu", ("fp32", "bf16"))
 CASES = [
+    *cases_of(CALLS),
     *(
-        pytest.param(*each.values, call, id=f"{each.id}-{call}", marks=each.marks)
-        for each in BY_PLACE
-        for call in CALLS
-        if each.values[1] == "fp32" or call == "all"
+        pytest.param(TORCH, dtype, "all", divergence, id=f"torch-{dtype}-{divergence}")
+        for dtype in TORCH.dtypes
+        for divergence in DIVERGENCES
     ),
-    *(pytest.param(TORCH, dtype, "all", id=f"torch-{dtype}") for dtype in TORCH.dtypes),
 ]
 
 
@@ -67,8 +66,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[slice]:
     return found
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize(("place", "dtype", "call"), CASES)
+@pytest.mark.parametrize(("place", "dtype", "call", "divergence"), CASES)
 def test_values_and_gradients_are_those_of_dense_logits(
     place: Place, dtype: str, divergence: str, call: str, chunks: list[slice]
 ) -> None:

@@ -55,11 +55,11 @@ def check_ranks(both: Both, ranks: Any, screened: bool, limits: tuple[float, flo
 
 @pytest.mark.parametrize(
     ("cuts", "rough"),
-    [((0, 3000, 6000), None), ((0, 3000, 6000), 1), ((0, 2500, 2500, 6000), None)],
+    [((0, 2100, 4200), None), ((0, 2100, 4200), 1), ((0, 1800, 1800, 4200), None)],
     ids=["both", "one_refuses", "an_empty_shard"],
 )
 def test_over_ranks(cuts: tuple[int, ...], rough: int | None) -> None:
-    both = zipf(torch.float16, "cpu", 140)
+    both = zipf(torch.float16, "cpu", 140, 4200)
     ranks = shared_pool().run(len(cuts) - 1, on_a_rank, both, cuts, rough)
     check_ranks(both, ranks, rough is None, (5e-3, 1e-2))
 

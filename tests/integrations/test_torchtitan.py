@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 COMPILED = "--compile.enable --compile.backend eager --compile.components loss"
-HELD_OUT = "--validation.enable --validation.freq 4 --validation.steps 1"
+HELD_OUT = "--validation.enable --validation.freq 2 --validation.steps 1"
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +35,22 @@ def titan_pools() -> Iterator[dict[int, RankPool]]:
         # Two microbatches a step.
         pytest.param(
             1,
-            f"--training.steps 8 --training.global_batch_size 8 {HELD_OUT} "
+            f"--training.steps 4 --training.global_batch_size 8 {HELD_OUT} "
             "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op",
             id="one process",
         ),
-        pytest.param(1, "--training.steps 8 --model.name experts", id="experts"),
+        pytest.param(1, "--training.steps 4 --model.name experts", id="experts"),
         # The unit of norm and head is told to free its weights.
         pytest.param(
             2,
-            "--training.steps 8 --parallelism.data_parallel_shard_degree 2 "
+            "--training.steps 4 --parallelism.data_parallel_shard_degree 2 "
             "--parallelism.fsdp_reshard_after_forward always",
             id="FSDP2",
         ),
         # Logits of each rank's own rows without the converter, in evaluation with it too.
         pytest.param(
             2,
-            f"--training.steps 8 --parallelism.tensor_parallel_degree 2 {HELD_OUT}",
+            f"--training.steps 4 --parallelism.tensor_parallel_degree 2 {HELD_OUT}",
             id="TP, loss parallel",
         ),
         pytest.param(
@@ -61,7 +61,7 @@ def titan_pools() -> Iterator[dict[int, RankPool]]:
         ),
         pytest.param(
             2,
-            "--training.steps 8 --model.flavor two_layers "
+            "--training.steps 4 --model.flavor two_layers "
             "--parallelism.pipeline_parallel_degree 2 "
             "--parallelism.pipeline_parallel_schedule 1F1B",
             id="PP",
@@ -74,7 +74,7 @@ def test_curves(titan_pools: dict[int, RankPool], size: int, arguments: str) -> 
         assert ours["losses"] == pytest.approx(dense["losses"], abs=1e-5)
         assert ours["norms"] == pytest.approx(dense["norms"], rel=1e-4)
         assert ours["validation"] == pytest.approx(dense["validation"], abs=1e-5)
-        assert len(ours["losses"]) in (2, 8)
+        assert len(ours["losses"]) in (2, 4)
         assert len(ours["validation"]) == (3 if HELD_OUT in arguments else 0)
         (line,) = ours["lines"]
         assert "linear_cross_entropy with gradient=filtered" in line

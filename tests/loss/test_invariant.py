@@ -25,12 +25,12 @@ from cce_dist.testing import (
     RankPool,
     check_outputs,
     gaussian_inputs,
-    grid,
     join_ranks,
     nccl_pool,
     run_case,
 )
 from cce_dist.testing.inputs import Inputs
+from tests.support.grids import paired_grid
 
 STATS = ("lse", "entropy", "correct", "logit_moments", "sum_p2")
 OPTIONS = {"reduction": "none", "stats": STATS, "invariant": True}
@@ -75,7 +75,7 @@ def assert_same_bytes(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 
 
 @pytest.mark.parametrize(
-    **grid(
+    **paired_grid(
         places=PLACES,
         dtype=DTYPES,
         softcap=(None, 5.0),
@@ -125,7 +125,9 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    **grid(places=CPU_PLACES, split=(False, True), padded=(False, True), dtype=("fp32", "bf16"))
+    **paired_grid(
+        places=CPU_PLACES, split=(False, True), padded=(False, True), dtype=("fp32", "bf16")
+    )
 )
 def test_ranks_have_the_same_bytes(
     pool: RankPool, place: Place, split: bool, padded: bool, dtype: str

@@ -19,11 +19,11 @@ from cce_dist.testing import (
     Inputs,
     Place,
     dense_outputs,
-    grid,
     run_case,
     shared_pool,
     zipf_inputs,
 )
+from tests.support.grids import value_grid
 from tests.support.loss_cases import generator
 
 MODES = ("filtered", "exact", "in_forward")
@@ -75,7 +75,7 @@ def test_linear_cross_entropy_never_holds_the_logits(
 
 
 @pytest.mark.parametrize(
-    **grid(places=(TRITON_CPU,), options=CASES, gradient=MODES, dtype=("fp32", "fp16"))
+    **value_grid(places=(TRITON_CPU,), options=CASES, gradient=MODES, dtype=("fp32", "fp16"))
 )
 def test_linear_cross_entropy_never_holds_the_logits_by_triton(
     place: Place, options: dict[str, Any], gradient: str, dtype: str

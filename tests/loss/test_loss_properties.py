@@ -127,7 +127,7 @@ def check(case: Case, outputs: dict[str, torch.Tensor]) -> None:
 
 
 # Examples, on one rank and on a group: an interpreted one takes up to a second a rank.
-EXAMPLES = {"torch": (150, 50), "triton": (25, 8)}
+EXAMPLES = {"torch": (150, 30), "triton": (25, 8)}
 
 
 def settings_for(place: Place, number: int) -> settings:

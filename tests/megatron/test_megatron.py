@@ -69,7 +69,7 @@ JOBS = {
 }
 # Of which other jobs have each pair of settings: on a CPU, where a rank computes what it would on a
 # GPU but for the kernels, they are left to these.
-IN_OTHERS = {"tp", "tied", "pipeline"}
+IN_OTHERS = {"tp", "sequence_parallel", "tied", "fusion_tied", "pipeline", "layout"}
 # Megatron's own rounding: of logits to 16 bits; and its fused loss rounds d_logits so even in fp32.
 ROUNDS = {"bf16": 2e-2, "data_parallel_fusion": 2e-2, "native": 1e-3}
 WHEN = {

@@ -65,7 +65,8 @@ def test_each_schedule(pools: dict[int, RankPool], schedule: str) -> None:
     require_one_loss(pools[2].run(2, train, Setup(schedule), 1e-12))
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, PLANNED])
+# The others have four stages in test_tied_embedding_under_each_schedule.
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv", PLANNED])
 def test_four_ranks_in_fp32(pools: dict[int, RankPool], schedule: str) -> None:
     setup = Setup(schedule, dtype=torch.float32, options=LossOptions(reduction="mean"))
     require_one_loss(pools[4].run(4, train, setup, 1e-6))
@@ -81,8 +82,10 @@ def test_each_option(pools: dict[int, RankPool], name: str) -> None:
     pools[2].run(2, train, Setup(options=OPTIONS[name], bias=True, scale_grads=True), 1e-12)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", PLANNED])
+@pytest.mark.parametrize(
+    ("schedule", "reduction"),
+    [("1f1b", "mean"), ("zbv", "sum"), (PLANNED, "mean"), (PLANNED, "sum")],
+)
 def test_microbatches_without_targets(
     pools: dict[int, RankPool], schedule: str, reduction: str
 ) -> None:
@@ -141,8 +144,11 @@ def test_a_slow_start(pools: dict[int, RankPool], microbatches: int) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", PLANNED])
 def test_ranks_that_meet_before_a_collective(pools: dict[int, RankPool], schedule: str) -> None:
     """As on GPUs."""
-    pools[4].run(4, train, Setup(schedule, tied=True, paced=True), 1e-12)
-    pools[4].run(4, train, Setup(schedule, tensor=2, sequence_parallel=True, paced=True), 1e-12)
+    if schedule != "1f1b":
+        pools[4].run(4, train, Setup(schedule, tied=True, paced=True), 1e-12)
+    if schedule != "zbv":
+        setup = Setup(schedule, tensor=2, sequence_parallel=True, paced=True)
+        pools[4].run(4, train, setup, 1e-12)
     pools[2].run(2, evaluate, Setup(schedule, paced=True))
 
 
@@ -176,12 +182,15 @@ def test_autocast(pools: dict[int, RankPool]) -> None:
     pools[2].run(2, phases_under_autocast)
 
 
-# Pairs of schedule, dtype and head: every other schedule has the tied head in the other dtype.
+# Each schedule, and each pair of a dtype and a head.
 HEADS = {"plain": {}, "tied": {"bias": True, "tied": True, "scale_grads": True}}
 IN_16_BITS = [
     pytest.param(schedule, dtype, HEADS[head], id=f"{schedule}-{dtype}-{head}")
-    for number, schedule in enumerate((*SCHEDULES, PLANNED))
-    for dtype, head in zip(("bf16", "fp16"), sorted(HEADS, reverse=bool(number % 2)), strict=True)
+    for schedule, (dtype, head) in zip(
+        (*SCHEDULES, PLANNED),
+        itertools.cycle(itertools.product(("bf16", "fp16"), HEADS)),
+        strict=False,
+    )
 ]
 
 
@@ -247,10 +256,17 @@ def test_evaluation(pools: dict[int, RankPool], schedule: str) -> None:
     pools[2].run(2, evaluate, Setup(schedule))
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, PLANNED])
-def test_an_evaluation_between_steps(pools: dict[int, RankPool], schedule: str) -> None:
-    pools[2].run(2, evaluate_between, Setup(schedule, scale_grads=True))
-    pools[2].run(2, evaluate_between, Setup(schedule, tied=True, static=False))
+# Every other schedule of torch has the tied head, and ours both.
+@pytest.mark.parametrize(
+    ("schedule", "tied"),
+    [
+        *zip(SCHEDULES, itertools.cycle([False, True]), strict=False),
+        *((PLANNED, tied) for tied in (False, True)),
+    ],
+)
+def test_an_evaluation_between_steps(pools: dict[int, RankPool], schedule: str, tied: bool) -> None:
+    how: dict[str, Any] = {"tied": True, "static": False} if tied else {"scale_grads": True}
+    pools[2].run(2, evaluate_between, Setup(schedule, **how))
 
 
 @pytest.mark.parametrize("static", [True, False], ids=["static", "dynamic"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cce_dist.testing import CPU_PLACES, PLACES, TORCH_CPU, Place, grid, pairwise
+from cce_dist.testing import CPU_PLACES, PLACES, TORCH_CPU, Place, each_choice, grid, pairwise
 
 GPU_PLACES = tuple(place for place in PLACES if place not in CPU_PLACES)
 
@@ -34,4 +34,26 @@ def paired_grid(
         "ids": [whole["ids"][n] for n in kept],
     }
     others = [place for place in places if place != TORCH_CPU]
-    return joined(torch_grid, grid(places=others, allowed=allowed, **factors))
+    grids = [torch_grid] if TORCH_CPU in places else []
+    return joined(*grids, grid(places=others, allowed=allowed, **factors))
+
+
+def value_grid(
+    *,
+    places: Sequence[Place] = PLACES,
+    allowed: Callable[[dict[str, Any]], bool] = lambda row: True,
+    **factors: Any,
+) -> dict[str, Any]:
+    """Returns what `paired_grid` does, but Triton's interpreter has each value, as a GPU has: for
+    factors that no kernel reads together. The arguments are grid's."""
+    grids = [
+        paired_grid(places=[x for x in places if not x.interprets], allowed=allowed, **factors)
+    ]
+    for place in places:
+        if place.interprets:
+            names = {name: [str(value) for value in values] for name, values in factors.items()}
+            if "dtype" in names:
+                names["dtype"] = [name for name in names["dtype"] if name in place.dtypes]
+            chosen = each_choice(names, allowed)
+            grids.append(grid(places=(place,), allowed=chosen.__contains__, **factors))
+    return joined(*grids)

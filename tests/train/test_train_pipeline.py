@@ -93,16 +93,13 @@ def report_rows(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("num_ranks", "tied", "parallel"),
     [
-        # Each schedule occurs, and the head in both places.
+        # Each schedule occurs, and the head in both places: see the test below, too.
         pytest.param(2, False, {"schedule": "gpipe"}, id="gpipe"),
         pytest.param(2, True, {"schedule": "1f1b", **SPREAD}, id="1f1b-spread-tied"),
-        pytest.param(2, False, {"schedule": "zero_bubble", **SPREAD}, id="zero_bubble-spread"),
-        pytest.param(2, False, {"schedule": "zbv", **SPREAD}, id="zbv-spread"),
         # The first and the last stage are on the same rank.
         pytest.param(2, True, {"schedule": "zbv"}, id="zbv-tied"),
         # Stages are uneven, and the last stage has no layer, only the norm.
         pytest.param(4, False, {"pp": 4, "layers_per_stage": [1, 2, 1, 0], **PLANNED}, id="pp4"),
-        pytest.param(4, True, {"tp": 2, "microbatches": 4, **PLANNED}, id="tp-planned-tied"),
         pytest.param(
             4,
             False,
@@ -131,7 +128,10 @@ def test_pipeline_trains_as_one_process_does(
     given = {"pp": 2, **parallel}
     batch = 8 // given.pop("dp", 1)
     losses = train(out, num_ranks, name, model={"tied": tied}, parallel=given, batch=batch)
-    right = whole[tied]
+    require_as(whole[tied], out, name, losses)
+
+
+def require_as(right: dict[str, Any], out: Path, name: str, losses: list[float]) -> None:
     assert losses == pytest.approx(right["losses"], abs=1e-5)
     assert grad_norms(out, name) == pytest.approx(right["norms"], rel=1e-5)
     tensors = saved(out, name)
@@ -146,6 +146,7 @@ def test_pipeline_resumes_bitwise_and_in_another_layout(
 ) -> None:
     first = {"parallel": {"pp": 2, "schedule": "zbv", **SPREAD}}
     losses = train(out, 2, "first", **first)
+    require_as(whole[False], out, "first", losses)
     shutil.copytree(out / "first", out / "moved")
     shutil.copytree(out / "whole-True", out / "spread")
     for name in ("first", "moved", "spread"):
@@ -155,7 +156,7 @@ def test_pipeline_resumes_bitwise_and_in_another_layout(
     layout = {"pp": 2, "tp": 2, "microbatches": 4, **PLANNED}
     moved = train(out, 4, "spread", "--resume", model={"tied": True}, parallel=layout)
     assert moved[:EVERY] == whole[True]["losses"][:EVERY]
-    assert moved == pytest.approx(whole[True]["losses"], abs=1e-5)
+    require_as(whole[True], out, "spread", moved)
 
 
 def test_pipeline_in_bfloat16_and_beside_dense(out: Path) -> None:

@@ -41,14 +41,22 @@ def group_device(group: Any) -> str:
     return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
-@KLS
-@pytest.mark.parametrize("call", ["one pass", "two temperatures"])
-@pytest.mark.parametrize(
-    ("cuts", "split"),
-    [((0, 350, CLASSES), True), ((0, 11, 11, CLASSES), False)],
-    ids=["even_and_sequence_parallel", "ragged_with_an_empty_shard"],
-)
-def test_over_ranks(cuts: tuple[int, ...], split: bool, call: str, kl: str) -> None:
+CUTS = {
+    "even_and_sequence_parallel": ((0, 350, CLASSES), True),
+    "ragged_with_an_empty_shard": ((0, 11, 11, CLASSES), False),
+}
+# Each pair of cuts and a divergence, and of a call and a divergence.
+OVER_RANKS = [
+    *(("even_and_sequence_parallel", "one pass", kl) for kl in ("forward_kl", "jsd")),
+    *(("ragged_with_an_empty_shard", "two temperatures", kl) for kl in ("forward_kl", "jsd")),
+    ("even_and_sequence_parallel", "two temperatures", "reverse_kl"),
+    ("ragged_with_an_empty_shard", "one pass", "reverse_kl"),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "kl"), OVER_RANKS)
+def test_over_ranks(name: str, call: str, kl: str) -> None:
+    cuts, split = CUTS[name]
     both, options = Both.make(torch.float32), {**CALLS[call], "filter": EVERY, "divergence": kl}
     ranks = shared_pool().run(len(cuts) - 1, on_a_rank, both, cuts, split, options)
     check_ranks(both, ranks, split, options, 5e-6)

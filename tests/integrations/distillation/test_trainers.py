@@ -46,8 +46,16 @@ def never_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["Distillation", "GKD"], ids=str)
-@pytest.mark.parametrize("case", TRAINED, ids=str)
+# Both trainers in either order of apply, and with a wrapped student. Each has some of the heads,
+# which one function reads for both.
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        *((case, name) for case in ("JSD", "LoRA") for name in ("Distillation", "GKD")),
+        *((case, "Distillation") for case in ("forward KL", "skewed JSD")),
+        *((case, "GKD") for case in ("reverse KL", "scale")),
+    ],
+)
 def test_trainer(
     case: str, name: str, tokenizer: Any, tmp_path: Path, never_computed: None, lines: list[str]
 ) -> None:
@@ -96,7 +104,7 @@ def test_trainer_with_a_teacher(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("beta", "gradient"),
-    [(0.0, "exact"), (0.2, "exact"), (0.2, "in_forward"), (1.0, "exact")],
+    [(0.0, "exact"), (0.2, "in_forward"), (1.0, "exact")],
     ids=str,
 )
 def test_trainer_in_float64(beta: float, gradient: str, tokenizer: Any, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.integrations.architectures import batch, make
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("transformers")
-STEPS = 8
+STEPS = 4
 
 
 def prepare() -> None:

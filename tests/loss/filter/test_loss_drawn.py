@@ -17,6 +17,7 @@ from cce_dist.options import DRAW_FACTOR
 from cce_dist.testing import (
     CPU_PLACES,
     DTYPES,
+    PLACES,
     TRITON_PLACES,
     Case,
     Place,
@@ -28,6 +29,7 @@ from cce_dist.testing import (
     shared_pool,
     zipf_inputs,
 )
+from tests.support.grids import joined
 from tests.support.loss_cases import generator
 
 BLOCK = 128
@@ -71,6 +73,9 @@ PROBLEMS = {
 }
 # "weights_z_loss" is of the same inputs as "zipf" and draws as many columns, by weights besides.
 AVERAGED = {name: problem for name, problem in PROBLEMS.items() if name != "zipf"}
+# Interpreted for long: of the other problems test_drawn_rows_of_d_logits_keep_their_sum shows the
+# factors, which are those of a column that is drawn and of what replaces the others.
+INTERPRETED = ("nearly_all_dropped", "softcap_scale")
 # Triton's interpreter takes its centroids from some of so many columns.
 SUMMED = {**PROBLEMS, "many_classes": Problem(zipf_inputs, 0.02, num_classes=4200)}
 
@@ -164,7 +169,15 @@ def variance_bound(case: Case, tail_mass: Tensor) -> float:
 # -- the estimate -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(**grid(problem=AVERAGED))
+@pytest.mark.parametrize(
+    **joined(
+        grid(places=[x for x in PLACES if not x.interprets], problem=AVERAGED),
+        grid(
+            places=[x for x in PLACES if x.interprets],
+            problem={name: PROBLEMS[name] for name in INTERPRETED},
+        ),
+    )
+)
 def test_drawn_hidden_gradient_is_right_on_average(place: Place, problem: Problem) -> None:
     num_seeds, most_errors = (16, 10.0) if place.interprets else (24, 5.0)
     # Which gradients are asked for changes no bit of another: test_local_triton_numbers.

@@ -51,8 +51,11 @@ JOBS = {
 }
 
 
-# On a CPU without a job of which others have each pair of settings.
-@pytest.mark.parametrize("name", [name for name in JOBS if name != "tensor parallel"])
+# On a CPU without jobs of which others have each pair of settings.
+IN_OTHERS = {"two stages", "four stages", "tensor parallel"}
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in IN_OTHERS])
 def test_pretraining_is_the_same(megatron_pools: dict[int, RankPool], name: str) -> None:
     setup = JOBS[name]
     check_pretraining(megatron_pools[setup.world], setup, {"gradient": "exact", "backend": "torch"})

@@ -31,8 +31,8 @@ from tests.backends.triton.launch.replay_cases import (
     run,
 )
 
-# All of them are 208 with the ignored ones at the end.
-NUMBERS = (193, 207, 200, 194)
+# All of them are 208 with the ignored ones at the end. The third call of a kind is played.
+NUMBERS = (193, 207, 200)
 EXTENDED = {
     "filtered": WAYS["filtered"],
     "exact": WAYS["exact"],
