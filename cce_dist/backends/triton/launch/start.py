@@ -215,6 +215,17 @@ def _garbage_waits() -> Iterator[None]:
             gc.enable()
 
 
+def _make_ready(executor: Executor) -> None:
+    """Lets Triton make its key, a hash of some 400 MB, while it compiles its driver's module of C.
+    Each takes a third of a second, once in a process, and by itself one would follow the other."""
+    # Triton 3.4 and 3.5, which do not come here, have the key elsewhere.
+    from triton.runtime.cache import triton_key
+
+    key = executor.submit(triton_key)
+    _ = triton.runtime.driver.active
+    key.result()
+
+
 @contextlib.contextmanager
 def compile_only(device: torch.device) -> Iterator[list[Compilation]]:
     """Makes `start` compile kernels and not start them; ends when all are compiled and loaded.
@@ -230,6 +241,7 @@ def compile_only(device: torch.device) -> Iterator[list[Compilation]]:
     threads = min(16, workers or 1)
     with _garbage_waits(), ThreadPoolExecutor(threads, "cce_dist compiles") as executor:
         try:
+            _make_ready(executor)
             with triton.AsyncCompileMode(compiling, ignore_errors=True):
                 try:
                     yield compiled
