@@ -26,7 +26,7 @@ NUM_TOKENS, DIM = 128, 32
 STEP_BYTES = 2 * 4 * NUM_TOKENS * DIM + 40 + 8 * NUM_TOKENS + 32
 RATE = 500_000  # bits a second
 # Nothing but it tells of a link that is down.
-TIMEOUT_S = 6.0
+TIMEOUT_S = 10.0
 # Until each rank has ended whose peers are out of reach, at the most.
 FAILING_S = TIMEOUT_S + 30
 
