@@ -26,8 +26,8 @@ class Seam:
 
     Args:
         module: dotted name.
-        name: of the function in the module, also `Class.method`. Of an autograd function's `apply`
-            its forward has the arguments.
+        name: of the function in the module, also `Class.method`. For an autograd function's `apply`
+            the arguments are those of its `forward`.
         arguments: the names that it must take, in order.
         instead: ours; it gets the framework's function before the arguments.
         also_in: modules that import the function by name.

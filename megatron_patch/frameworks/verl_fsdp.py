@@ -70,8 +70,13 @@ def _forward(options: PatchOptions, theirs: Any, model: Any, *args: Any, **keywo
     """
     head: Any = getattr(model, "lm_head", None)
     reason = _why_not(head, model.config, options)
-    is_sharded = isinstance(head, FSDPModule)
-    if reason is None and is_sharded:
+    is_sharded = reason is None and issubclass(type(head), FSDPModule)
+    was_whole = is_sharded and not isinstance(head.weight, DTensor)
+    if was_whole:
+        # An earlier forward waits for its backward, or never has one: the weight may be older than
+        # an optimizer's step.
+        head.reshard()
+    if is_sharded:
         # verl does not call the head, whose hooks would gather the weight.
         head.unshard()
     if reason is None and isinstance(head.weight, DTensor):
@@ -83,8 +88,8 @@ def _forward(options: PatchOptions, theirs: Any, model: Any, *args: Any, **keywo
         return theirs(model, *args, **keywords)
     finally:
         _CHECKED.reset(token)
-        if is_sharded and not torch.is_grad_enabled():
-            # Else FSDP frees the weight after the backward, which reads it.
+        if is_sharded and not was_whole and not torch.is_grad_enabled():
+            # Else FSDP frees the weight after a backward, which reads it.
             head.reshard()
 
 
@@ -109,6 +114,8 @@ def _why_not(head: Any, config: Any, options: PatchOptions) -> str | None:
         has = getattr(config, name, None)
         if has is not None and has != value:
             return f"{name} must be {value}, got {has}, which verl leaves out"
+    if options.softcap is not None and all(getattr(config, x, None) is None for x in SOFTCAPS):
+        return f"softcap={options.softcap!r} of MEGATRON_PATCH_SOFTCAP is none of this model's"
     return None
 
 
@@ -151,7 +158,8 @@ def _logprobs(
     if not _CHECKED.get():
         raise PatchError(
             "verl's fused function must be called by a forward in which ours checks the head: call "
-            "verl.apply() before verl builds its models, or set use_fused_kernels=False"
+            "verl.apply() before verl builds its models, once in a process, or set "
+            "use_fused_kernels=False"
         )
     result = token_logprobs(
         hidden,

@@ -25,7 +25,7 @@ from cce_dist.testing import (
     zipf_inputs,
 )
 from tests.algorithm.sharded_cases import RANKS, Bounds, run_ranks
-from tests.support.grids import value_grid
+from tests.support.grids import paired_grid, value_grid
 from tests.support.loss_cases import EACH_OPTION, EVERY_STAT, MODES, generator
 
 
@@ -57,7 +57,7 @@ def not_refused(row: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    **value_grid(
+    **paired_grid(
         places=CPU_PLACES,
         option=tuple(OPTIONS),
         gradient=MODES,
@@ -79,7 +79,7 @@ def test_linear_cross_entropy_each_option_on_a_group(
 
 
 @pytest.mark.parametrize(
-    **value_grid(
+    **paired_grid(
         places=CPU_PLACES, gradient=MODES, dtype=("bf16", "fp16", "fp32"), world_size=RANKS
     )
 )
@@ -254,7 +254,7 @@ SEQUENCES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    **value_grid(places=CPU_PLACES, sequence=SEQUENCES, gradient=MODES, world_size=RANKS)
+    **paired_grid(places=CPU_PLACES, sequence=SEQUENCES, gradient=MODES, world_size=RANKS)
 )
 def test_linear_cross_entropy_sequence_parallel(
     place: Place, sequence: tuple[Any, dict[str, Any]], gradient: str, world_size: int

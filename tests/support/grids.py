@@ -44,8 +44,8 @@ def value_grid(
     allowed: Callable[[dict[str, Any]], bool] = lambda row: True,
     **factors: Any,
 ) -> dict[str, Any]:
-    """Returns what `paired_grid` does, but Triton's interpreter has each value, as a GPU has: for
-    factors that no kernel reads together. The arguments are grid's."""
+    """Returns what `paired_grid` does, but Triton's interpreter has each value and not each pair:
+    for factors that no kernel reads together. The arguments are grid's."""
     grids = [
         paired_grid(places=[x for x in places if not x.interprets], allowed=allowed, **factors)
     ]

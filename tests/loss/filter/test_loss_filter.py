@@ -25,7 +25,7 @@ from cce_dist.testing import (
     zipf_inputs,
 )
 from tests.loss.filter.filter_cases import GRADIENTS, check_near, rms, skewed_inputs, wide
-from tests.support.grids import paired_grid, value_grid
+from tests.support.grids import paired_grid
 from tests.support.loss_cases import generator
 
 # -- the contract -------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(**value_grid(option=tuple(OPTIONS), dtype=tuple(DTYPES)))
+@pytest.mark.parametrize(**paired_grid(option=tuple(OPTIONS), dtype=tuple(DTYPES)))
 def test_filtered_each_option_on_a_skewed_head(place: Place, option: str, dtype: str) -> None:
     # 4096 classes and more: the default filter drops columns here in 16 bits.
     tensors, options = OPTIONS[option]

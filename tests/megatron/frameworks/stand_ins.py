@@ -7,8 +7,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 VERL = "verl.models.mcore.model_forward_fused"
 VERL_PATCH = "verl.models.transformers.monkey_patch"
@@ -262,3 +268,18 @@ def stand_ins(sources: dict[str, str] = SOURCES) -> Iterator[None]:
 
 def load(name: str) -> ModuleType:
     return importlib.import_module(name)
+
+
+def shard(model: Any, kind: str, group: Any) -> Any:
+    """Shards a model as verl does; a tied head is part of the root."""
+    if kind == "fsdp1":
+        wrap = partial(FullyShardedDataParallel, process_group=group, device_id=torch.device("cpu"))
+        model.model.layer = wrap(model.model.layer)
+        return wrap(model)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    own = [model.model.layer]
+    if kind == "untied":
+        own += [model.model.embed_tokens, model.lm_head]
+    for module in own:
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=True)

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cce_dist.testing import RankPool
@@ -24,7 +23,7 @@ from megatron_patch import PatchError
 from megatron_patch.frameworks import verl
 from megatron_patch.frameworks.verl_fsdp import FORWARDS, TORCH, TRITON
 from tests.integrations import architectures
-from tests.megatron.frameworks.stand_ins import SOURCES, VERL_PATCH, load, stand_ins
+from tests.megatron.frameworks.stand_ins import SOURCES, VERL_PATCH, load, shard, stand_ins
 
 CLASSES, DIM, TEMPERATURE = 37, 8, 0.7
 BACKENDS = ("torch", "liger", "triton")
@@ -235,6 +234,8 @@ def test_neutral_configurations_are_computed() -> None:
     model = make_model(logit_scale=1, logits_scaling=None, final_logit_softcapping=None)
     with verls():
         run(patched(model, "torch"), make_ids())
+    with verls(softcap=5.0), pytest.raises(PatchError, match=r"softcap=5\.0 .* none of this model"):
+        run(patched(model, "torch"), make_ids())
 
 
 @pytest.mark.parametrize(
@@ -326,21 +327,6 @@ def pool() -> Iterator[RankPool]:
     new.close()
 
 
-def shard(model: Any, kind: str, group: Any) -> Any:
-    """Shards a model as verl does; a tied head is part of the root."""
-    if kind == "fsdp1":
-        wrap = partial(FullyShardedDataParallel, process_group=group, device_id=torch.device("cpu"))
-        model.model.layer = wrap(model.model.layer)
-        return wrap(model)
-    mesh = DeviceMesh.from_group(group, "cpu")
-    own = [model.model.layer]
-    if kind == "untied":
-        own += [model.model.embed_tokens, model.lm_head]
-    for module in own:
-        fully_shard(module, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
 def train_sharded(group: Any, kind: str, backend: str, is_real: bool) -> None:
     model, (rank, size) = make_model(kind == "tied").double(), (dist.get_rank(group), group.size())
     golden, head = copy.deepcopy(model), model.lm_head
@@ -351,7 +337,7 @@ def train_sharded(group: Any, kind: str, backend: str, is_real: bool) -> None:
             with torch.no_grad():
                 ours, right = run(model, make_ids(rank)), dense(golden, make_ids(rank))
             same(ours, right)
-            if kind == "untied":
+            if kind == "untied" and step == 0:
                 # A checkpoint's weights, loaded between two forwards.
                 for weight in (head.weight, golden.lm_head.weight):
                     weight.data.mul_(0.9)
@@ -359,13 +345,19 @@ def train_sharded(group: Any, kind: str, backend: str, is_real: bool) -> None:
                 model.reshard()  # as verl does after an evaluation
             # Two microbatches a step; FSDP averages over the ranks.
             for part in range(2):
-                total(run(model, make_ids(4 * step + 2 * part + rank))).backward()
+                loss = total(run(model, make_ids(4 * step + 2 * part + rank)))
+                if kind == "untied":
+                    with torch.no_grad():
+                        run(model, make_ids(rank))
+                loss.backward()
                 for each in range(size):
                     (total(dense(golden, make_ids(4 * step + 2 * part + each))) / size).backward()
+            assert isinstance(head.weight, DTensor) == (kind != "fsdp1")
+            if kind == "untied" and step < 2:
+                run(model, make_ids(rank))  # without a backward
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            assert isinstance(head.weight, DTensor) == (kind != "fsdp1")
         if kind != "fsdp1":
             weights = [x.full_tensor() for x in model.parameters()]
             same(weights, list(golden.parameters()))

@@ -218,12 +218,12 @@ def _garbage_waits() -> Iterator[None]:
 def _make_ready(executor: Executor) -> None:
     """Lets Triton make its key, a hash of some 400 MB, while it compiles its driver's module of C.
     Each takes a third of a second, once in a process, and by itself one would follow the other."""
-    # Triton 3.4 and 3.5, which do not come here, have the key elsewhere.
-    from triton.runtime.cache import triton_key
-
-    key = executor.submit(triton_key)
-    _ = triton.runtime.driver.active
-    key.result()
+    # A Triton that has it elsewhere makes it later.
+    make_key = getattr(triton.runtime.cache, "triton_key", None)
+    if make_key is not None:
+        key = executor.submit(make_key)
+        _ = triton.runtime.driver.active
+        key.result()
 
 
 @contextlib.contextmanager
@@ -241,7 +241,8 @@ def compile_only(device: torch.device) -> Iterator[list[Compilation]]:
     threads = min(16, workers or 1)
     with _garbage_waits(), ThreadPoolExecutor(threads, "cce_dist compiles") as executor:
         try:
-            _make_ready(executor)
+            if device.type == "cuda":
+                _make_ready(executor)
             with triton.AsyncCompileMode(compiling, ignore_errors=True):
                 try:
                     yield compiled

@@ -42,14 +42,14 @@ TYPES = {
     "teacher_bias": "bf16", "teacher_mass": "bf16",
 }
 STATISTICS = ("SURPLUS", "SQUARES", "ARGMAX", "MOMENTS")
-# Each flag once and once not; test_compiles.py compiles the plain ones, and bf16 with a softcap and
-# a filter.
+# Each flag once and once not; test_compiles.py compiles the plain ones, bf16 with a softcap and a
+# filter, and two heads of which one is in i8.
 KINDS = {
     "bf16 with statistics": (gl.bfloat16, False, False),
     "i8": (gl.int8, True, False),
     "i8 with a large softcap and statistics": (gl.int8, True, True),
     "bf16 whose logits are kept": (gl.bfloat16, False, True),
-    "bf16 of two heads, one in i8, and of their mixture": (gl.bfloat16, True, True),
+    "bf16 of two heads, and of their mixture": (gl.bfloat16, True, True),
 }
 for kind, (dtype, score, softcap) in KINDS.items():
     dims = 1024 // dtype.primitive_bitwidth
