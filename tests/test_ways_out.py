@@ -106,9 +106,20 @@ def of_fsdp2(group: dist.ProcessGroup, kind: str) -> str:
     fully_shard(model.head, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
+    def scale(factor: float) -> None:
+        with torch.no_grad():
+            for x in model.parameters():
+                x.mul_(factor)
+
     def train() -> None:
         expected = golden(dist.get_world_size(group))
         for _ in range(2):
+            if kind == "evaluated":
+                scale(2)
+                model(*batch(dist.get_rank(group)))
+                model.reshard()
+                model.head.reshard()
+                scale(0.5)
             model.zero_grad()
             model(*batch(dist.get_rank(group))).backward()
             for name, x in model.named_parameters():
@@ -122,6 +133,7 @@ def of_fsdp2(group: dist.ProcessGroup, kind: str) -> str:
     [
         ("alone", "call head.unshard() before the loss in the forward of the root"),
         ("unsharded", "right"),
+        ("evaluated", "right"),
         ("in_head", "right"),
         ("resharded", "RuntimeError: weight must stay in memory until the backward"),
     ],

@@ -215,7 +215,7 @@ def _group_of(mesh: DeviceMesh, group: Group | DeviceMesh | None, hidden: object
             "tokens; if fully_shard split it, their tokens differ, and the loss must be called "
             "within the forward of the module that fully_shard wraps and that holds the weight. "
             "If fully_shard wraps the head by itself, call head.unshard() before the loss in the "
-            "forward of the root, and do not call reshard(): the backward does"
+            "forward of the root, and reshard() only after a forward without a backward"
         )
     return mesh_group
 
