@@ -65,6 +65,7 @@ def seams(options: PatchOptions) -> tuple[Seam, ...]:
 def _forward(options: PatchOptions, theirs: Any, model: Any, *args: Any, **keywords: object) -> Any:
     """Runs verl's forward of a model with the whole weight of its head.
 
+    Collectives: an all-gather of the head, if `fully_shard` wraps it by itself.
     Raises:
         PatchError: logits are not hidden states times that weight.
     """
