@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cce_dist.algorithm import sharded
 from cce_dist.algorithm.call import Call, GradWeight, pad_bias
+from cce_dist.algorithm.chunks import chunk_tokens, require_same_chunks
 from cce_dist.algorithm.plan import Plan
 from cce_dist.algorithm.two_pass import Grads, Needs
-from cce_dist.backends.protocol import BackwardRequest, Room, WeightGrad
+from cce_dist.backends.protocol import BackwardRequest, LateTargets, Room, WeightGrad
 from cce_dist.core.records import handed_out
 from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, LocalGrads, Tokens, Upstream, accumulate_dtype
-from cce_dist.options import TOKEN_BLOCK
-from cce_dist.ranks.gather import all_gather, require
 from cce_dist.ranks.hidden_sum import SumOverRanks
-from cce_dist.ranks.transport import group_size
-
-if TYPE_CHECKING:
-    from cce_dist.ranks.transport import Group
 
 # The most chunks whose weight gradients add up in 16 bits. Each addition rounds the sum so far:
 # docs/design/loss.md#in_forward.
 MOST_ROUNDINGS = 12
+# A sum that rounds to 16 bits adds a target last if fewer than so many tokens would have it, were
+# all like its own: until then its large term would take the digits of what other tokens add.
+LATE_BELOW = 4
 # Merged statistics of the tokens in a slice -> their share of the scalar loss, its derivatives.
 Objective = Callable[[Stats, slice], tuple[Tensor, Upstream]]
 
@@ -263,6 +261,7 @@ class _Sums:
     hidden: Tensor | None  # [N, D] of the computed tokens
     weight: Tensor | None  # [V_local, D]
     bias: Tensor | None  # [V_local] in the accumulation dtype
+    late: LateTargets | None  # left out of `weight`
 
 
 def _grads_by_chunks(
@@ -288,24 +287,38 @@ def _grads_by_chunks(
         hidden = weight.new_empty((num_tokens, weight.shape[1]), dtype=kept)
     if needs_bias:
         bias = weight.new_zeros(weight.shape[0], dtype=wide)
-    sums, room = _Sums(hidden, grad_weight, bias), plan.room(tokens, head)
+    size, late = chunk_tokens(num_tokens, plan, weight.dtype), None
+    add_late = plan.backend.add_late_targets
+    if add_late is not None and grad_weight is not None and num_tokens > size:
+        late = _late_targets(grad_weight, num_tokens)
+    sums, room = _Sums(hidden, grad_weight, bias, late), plan.room(tokens, head)
     written = None if grad_weight is None else grad_weight.dtype
     expected = replace(
         plan.expect(tokens, hidden=needs_hidden, weight=written, bias=needs_bias),
         hidden=_sum_of_chunk(wide, len(tokens)) if needs_hidden else None,
         scaled=_dtypes(dtype if needs_hidden else None, grad_weight, needs_bias),
         by_chunks=True,
+        late_targets=late is not None,
     )
     plan.warm_up(tokens, head, expected, None)
-    size = chunk_tokens(num_tokens, plan, weight.dtype)
     require_same_chunks(size, weight.device, plan.group)
     # Without tokens there is one empty chunk, which gives statistics and gradients their shapes.
     for start in range(0, max(num_tokens, 1), size):
         at = slice(start, min(start + size, num_tokens))
         _add_chunk(sums, tokens, at, head, plan, upstream_of, room)
+    if late is not None and add_late is not None and grad_weight is not None:
+        add_late(tokens, late.grads, grad_weight)
     if hidden is not None:
         hidden = total.of_tokens(hidden, tokens.rows)
     return LocalGrads(hidden, bias)
+
+
+def _late_targets(grad_weight: Tensor, num_tokens: int) -> LateTargets | None:
+    """Returns memory for late targets if the sum over chunks is rounded; else None."""
+    wide = accumulate_dtype(grad_weight.dtype)
+    if grad_weight.dtype == wide:
+        return None
+    return LateTargets(grad_weight.new_empty(num_tokens, dtype=wide), LATE_BELOW / num_tokens)
 
 
 def _add_chunk(
@@ -321,7 +334,8 @@ def _add_chunk(
     chunk's logits take that memory."""
     chunk, weight, local_sum = tokens.alone(at.start, at.stop), None, None
     if sums.weight is not None:
-        weight = WeightGrad(sums.weight, accumulate=at.start > 0)
+        late = sums.late and replace(sums.late, grads=sums.late.grads[at])
+        weight = WeightGrad(sums.weight, at.start > 0, late)
     if sums.hidden is not None:
         local_sum = _sum_of_chunk(accumulate_dtype(head.weight.dtype), len(chunk))
     store = plan.backend.store_for_chunk(head, len(chunk))
@@ -346,49 +360,3 @@ def _add_chunk(
 def _sum_of_chunk(dtype: torch.dtype, num_tokens: int) -> SumOverRanks:
     """Builds the sum over one rank: step 4 follows once, over all chunks."""
     return SumOverRanks(None, scatter=False, num_rows=num_tokens, dtype=dtype)
-
-
-def chunk_tokens(num_tokens: int, plan: Plan, dtype: torch.dtype) -> int:
-    """Returns the number of tokens in a chunk: a multiple of TOKEN_BLOCK.
-
-    It follows from numbers that all ranks share, so ranks agree on it. The logits of a chunk,
-    [chunk, V_local], are in memory at once: by default those of a fifth of the tokens, or what fits
-    the workspace if that is more. Wide logits take the workspace, and a quarter at most.
-    """
-    columns = -(-plan.shard.vocab_size // group_size(plan.group))
-    options, narrow = plan.options, plan.backend.traits.narrow_logits
-    logit_bytes = dtype.itemsize if narrow else 4
-    most = options.workspace_for(num_tokens) // (logit_bytes * columns * TOKEN_BLOCK)
-    if not narrow:
-        most = min(most, -(-num_tokens // (4 * TOKEN_BLOCK)))
-    elif options.workspace_bytes is None:
-        # With its other tensors such a chunk takes a quarter of the memory of dense logits.
-        most = max(most, -(-num_tokens // (5 * TOKEN_BLOCK)))
-    return even_chunks(num_tokens, most)
-
-
-def require_same_chunks(size: int, device: torch.device, group: Group | None) -> None:
-    """Checks that all ranks have chunks of `size` tokens: with others, which another
-    workspace_bytes makes, their collectives would not meet. Collectives: one all-gather of 8 bytes.
-
-    Raises:
-        ValueError: they have not; on a GPU a device-side assertion fails.
-    """
-    if group_size(group) == 1:
-        return
-    sizes = all_gather(torch.full((1,), size, device=device), group).flatten()
-    rule = 'gradient="in_forward" needs one workspace_bytes on all ranks'
-    require(
-        (sizes == sizes[0]).all(),
-        lambda sizes: f"{rule}, got chunks of so many tokens by rank: {sizes.tolist()}",
-        rule,
-        sizes,
-    )
-
-
-def even_chunks(num_tokens: int, most: int) -> int:
-    """Returns the tokens of a chunk of at most so many blocks, or one. Chunks have one size: a
-    small last one would take the time of a larger one."""
-    blocks = -(-num_tokens // TOKEN_BLOCK)
-    num_chunks = max(1, -(-blocks // max(1, most)))
-    return max(1, -(-blocks // num_chunks)) * TOKEN_BLOCK

@@ -155,11 +155,21 @@ class TeacherPart:
 
 
 @dataclass(frozen=True)
+class LateTargets:
+    """Targets whose terms of d_logits a sum over chunks leaves out of the weight's gradient. One
+    `Backend.add_late_targets` adds them after the last chunk."""
+
+    grads: Tensor  # [N] fp32, written: each token's term, or 0
+    below: float  # the probability from which on a target is not late
+
+
+@dataclass(frozen=True)
 class WeightGrad:
     """The memory of the weight's gradient."""
 
     rows: Tensor  # [V_local, D], written
     accumulate: bool  # the gradient is added to `rows`, in the accumulation dtype
+    late: LateTargets | None = None  # of a chunk of tokens; None: every term is added at once
 
 
 @dataclass(frozen=True)
@@ -174,6 +184,7 @@ class ExpectedBackward:
     sums_nll: bool = False  # `LossKernels` compute the loss
     scaled: tuple[torch.dtype, ...] = ()  # dtypes of gradients that `scale` will multiply
     by_chunks: bool = False  # of tokens, each with a `store_for_chunk`
+    late_targets: bool = False  # the chunks leave out `LateTargets`
     of_nll: bool = True  # of two heads: the loss depends on nll as well as on the KL
 
 
@@ -236,6 +247,9 @@ class Traits:
     narrow_logits: bool
 
 
+# Takes tokens, each one's term of its target's d_logits [N] fp32, and the weight's gradient
+# [V_local, D], to whose rows it adds: each row is rounded once.
+AddLateTargets = Callable[[Tokens, Tensor, Tensor], None]
 # Takes the student's tokens and head, the teacher's, and a request with a filter.
 ForwardOfHeads = Callable[[Tokens, Head, tuple[Tokens, Head], ForwardRequest], TeacherStats]
 
@@ -272,6 +286,12 @@ class Backend(Protocol):
         there is none, and `BackwardRequest.teacher` is not read. The masses of both score a column
         by `request.filter`. `request.screen` is of the teacher's logits alone, for the KL that is
         not reverse. Both exchange their bounds, the student first; with `request.mixture` none."""
+        ...
+
+    @property
+    def add_late_targets(self) -> AddLateTargets | None:
+        """Adds `LateTargets.grads`, in one order of sums; None: there are none, and
+        `WeightGrad.late` is not read."""
         ...
 
     def gains_by_screening(self, num_tokens: int, num_columns: int, dim: int) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cce_dist.algorithm import in_forward
 from cce_dist.algorithm.call import Call, require_in_memory
+from cce_dist.algorithm.chunks import even_chunks, require_same_chunks
 from cce_dist.algorithm.once import once_differentiable, outside_autocast
 from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.choose import TORCH, repeated
@@ -125,7 +126,7 @@ def _forward(
     pair, plan = pair_of(*student, teacher, call, objective), call.plan
     num_tokens = len(pair.student)
     size = _chunk_tokens(pair, plan)
-    in_forward.require_same_chunks(size, hidden.device, plan.group)
+    require_same_chunks(size, hidden.device, plan.group)
     value, alpha = pair.rows(1, 0.0, pair.dtype)[0], objective.alpha
     nll = torch.empty_like(value) if pair.has_targets else None
     # Each token's loss is linear in its values.
@@ -217,7 +218,7 @@ def _add_chunk(
 
 
 def _chunk_tokens(pair: Pair, plan: Plan) -> int:
-    """Returns the number of tokens in a chunk: as `in_forward.chunk_tokens`, of both models."""
+    """Returns the number of tokens in a chunk: as `chunk_tokens`, of both models."""
     num_tokens, ranks = len(pair.student), group_size(plan.group)
     columns, room = -(-plan.shard.vocab_size // ranks), plan.options.workspace_for(num_tokens)
     by_default = pair.kernels is not None and plan.options.workspace_bytes is None
@@ -228,4 +229,4 @@ def _chunk_tokens(pair: Pair, plan: Plan) -> int:
         most = min(most, -(-num_tokens // (4 * TOKEN_BLOCK)))
     elif by_default:
         most = max(most, -(-num_tokens // (NUM_CHUNKS * TOKEN_BLOCK)))
-    return in_forward.even_chunks(num_tokens, most)
+    return even_chunks(num_tokens, most)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from cce_dist.backends.protocol import (
+    AddLateTargets,
     BackwardRequest,
     ColumnFilter,
     ExpectedBackward,
@@ -48,6 +49,7 @@ class TorchBackend:
     merge_kernels = None
     loss_kernels = None
     forward_of_heads: ForwardOfHeads | None = None
+    add_late_targets: AddLateTargets | None = None
 
     def pick(self, ids: Tensor, ignore_index: int, shard: VocabShard) -> Picked:
         return pick(ids, ignore_index)

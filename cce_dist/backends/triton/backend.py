@@ -12,6 +12,7 @@ from cce_dist.backends.protocol import (
     ForwardRequest,
     Traits,
 )
+from cce_dist.backends.triton.backward.late_targets import add_late_targets
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import Marks, keep
@@ -67,6 +68,7 @@ class TritonBackend:
     forward_of_heads = staticmethod(forward_of_heads)
     keep = staticmethod(keep)
     scale = staticmethod(scale)
+    add_late_targets = staticmethod(add_late_targets)
     largest = staticmethod(largest)
     top = staticmethod(top)
     scores_like = staticmethod(Marks.like)

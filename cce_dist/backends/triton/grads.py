@@ -42,11 +42,11 @@ def backward(tokens: Tokens, head: Head, request: BackwardRequest) -> LocalGrads
         # Rows that are not contiguous take a copy, rather than a slower kernel.
         whole = into.rows.stride(1) == 1 or into.rows.shape[1] == 1
         rows = into.rows if whole else into.rows.contiguous()
-    accumulate = into is not None and into.accumulate
+    accumulate, late = (False, None) if into is None else (into.accumulate, into.late)
     # Dropping `launch` frees the workspace; dropping `grad_hidden`, too, the gradient's pieces.
     launch = products(
         state,
-        GradBuffers(grad_hidden, rows, grad_bias, accumulate),
+        GradBuffers(grad_hidden, rows, grad_bias, accumulate, late),
         shares_device=request.room.shares_device,
     )
     in_two_stages = (

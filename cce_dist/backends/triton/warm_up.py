@@ -18,6 +18,7 @@ from cce_dist.backends.protocol import (
     ExpectedBackward,
     ForwardRequest,
     HiddenSum,
+    LateTargets,
     LogitStore,
     Mixture,
     Room,
@@ -25,6 +26,7 @@ from cce_dist.backends.protocol import (
     WeightGrad,
 )
 from cce_dist.backends.triton import grads as triton_grads
+from cce_dist.backends.triton.backward.late_targets import add_late_targets
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits, tiles_in
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import Marks, blocks_padded, keep, order_dtype
@@ -169,7 +171,8 @@ def _go_through(
     if expected.weight is not None:
         # The shape and alignment of the gradient, without its memory: torch refuses to write to it.
         row = head.weight.new_empty(1, head.weight.shape[1], dtype=expected.weight)
-        weight = WeightGrad(row.expand(head.weight.shape), expected.accumulate)
+        late = LateTargets(stats.lse, 1.0) if expected.late_targets else None
+        weight = WeightGrad(row.expand(head.weight.shape), expected.accumulate, late)
     if expected.sums_nll:
         loss.KERNELS.total(stats.lse, stats.target_logit, stats.lse[:1])
         loss.KERNELS.share_gradient(stats.lse[0], stats.lse, stats.lse[:1])
@@ -193,6 +196,8 @@ def _go_through(
         # The chunks after the first.
         later = replace(backward_request, weight=replace(weight, accumulate=True))
         triton_grads.backward(few, head, later)
+        if expected.late_targets:
+            add_late_targets(few, stats.lse, weight.rows)
     for dtype in expected.scaled:
         row = head.weight.new_empty(head.weight.shape[1], dtype=dtype)
         triton_grads.scale(row, stats.lse[0])

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from cce_dist import Filter, LossOptions, linear_cross_entropy
 from cce_dist.algorithm import in_forward
+from cce_dist.algorithm.chunks import chunk_tokens
 from cce_dist.algorithm.plan import Plan, plan_of
+from cce_dist.backends.protocol import LateTargets
+from cce_dist.core.types import Tokens
 from cce_dist.testing import (
     DTYPES,
     TRITON_CPU,
+    TRITON_CUDA,
     TRITON_PLACES,
     Case,
     Place,
     check_outputs,
+    dense_outputs,
     gaussian_inputs,
     golden_outputs,
     grid,
@@ -32,6 +39,7 @@ from tests.support.loss_cases import SMALL_WORKSPACE, generator
 
 pytest.importorskip("triton")
 
+from cce_dist.backends.triton.backward.late_targets import add_late_targets
 from cce_dist.backends.triton.grads import scale
 
 # Three blocks of tokens, which are three chunks; a whole tile of columns and a ragged one.
@@ -86,6 +94,81 @@ def test_chunks_meet_the_promise(
     chunks.clear()
     check_outputs(case, run_case(None, replace(case, options={**case.options, **DEFAULT})))
     assert chunks == [300]
+
+
+@pytest.mark.parametrize(
+    **grid(
+        places=TRITON_PLACES,
+        options=OPTIONS,
+        below={"every_target": 2.0, "half": 1 / CLASSES},
+        tensors={"": (), "all": ("bias", "token_weight", "class_weight")},
+    )
+)
+def test_late_targets_are_added_after_the_last_chunk(
+    place: Place,
+    options: dict[str, Any],
+    below: float,
+    tensors: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = replace(make_case("fp32", options, *tensors), upstream={"loss": 3.0}).at(place)
+    plain = run_case(None, case)
+    monkeypatch.setattr(in_forward, "_late_targets", late_below(below))
+    found = run_case(None, case)
+    check_outputs(case, found)
+    # Only the order of the weight's sums differs.
+    assert not torch.equal(found["grad_weight"], plain.pop("grad_weight"))
+    for name, value in plain.items():
+        assert torch.equal(found[name], value), name
+
+
+def late_below(below: float) -> Callable[[Tensor, int], LateTargets]:
+    """Returns a function that makes targets late whatever the dtype of the weight's gradient."""
+    return lambda rows, size: LateTargets(rows.new_empty(size, dtype=torch.float32), below)
+
+
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES))
+def test_late_targets_of_one_id(place: Place) -> None:
+    """More tokens have it than a program reads at once; others have no id here, or no term."""
+    tokens, classes, dim = 100, 7, 300
+    hidden = torch.randn(tokens + 20, dim, generator=generator()).to(place.device)
+    rows = torch.randperm(tokens + 20, generator=generator())[:tokens].to(place.device)
+    targets = torch.randint(-1, classes - 2, (tokens,), generator=generator())
+    targets[10:60] = 2
+    terms = torch.randn(tokens, generator=generator())
+    terms[targets == 1] = 0
+    targets, terms = targets.to(place.device), terms.to(place.device)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        if place.interprets and dtype == torch.bfloat16:
+            continue
+        before = torch.randn(classes, dim, generator=generator()).to(place.device, dtype)
+        after, golden = before.clone(), before.double()
+        add_late_targets(Tokens(hidden, rows, targets.int()), terms, after)
+        here = targets >= 0
+        products = (terms[:, None] * hidden[rows])[here].double()
+        golden.index_add_(0, targets[here], products)
+        assert (after - golden).abs().max() <= torch.finfo(dtype).eps * golden.abs().max()
+        # Nothing is added to these.
+        for row in (1, classes - 2, classes - 1):
+            assert torch.equal(after[row], before[row])
+    terms[20] = torch.nan
+    add_late_targets(Tokens(hidden, rows, targets.int()), terms, after)
+    assert after[2].isnan().all() and not after[[0, 1, 3]].isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_chunks_of_a_flat_softmax_are_as_close_as_dense_bf16(options: dict[str, Any]) -> None:
+    """A row with its target's large term would round away what later chunks add."""
+    inputs = gaussian_inputs(1024, 4096, 64, generator=generator(), dtype=torch.bfloat16)
+    every = {"gradient": "in_forward", "filter": Filter(keep=0), **options}
+    case = Case(inputs, {"workspace_bytes": 2**20, **every}).at(TRITON_CUDA)
+    golden, dense = golden_outputs(case), dense_outputs(case)
+    error, of_dense = (
+        float((x["grad_weight"].double() - golden["grad_weight"]).norm())
+        for x in (run_case(None, case), dense)
+    )
+    assert error <= 1.1 * of_dense, f"{error / of_dense:.2f}"
 
 
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, dtype=("fp32", "fp16", "bf16")))
@@ -223,7 +306,7 @@ def test_chunk_tokens(size: tuple[int, int, int | None, int]) -> None:
     num_tokens, vocab_size, workspace_bytes, expected = size
     plan = plan_for(num_tokens, vocab_size, workspace_bytes=workspace_bytes)
     assert plan.by_chunks
-    assert in_forward.chunk_tokens(num_tokens, plan, torch.bfloat16) == expected
+    assert chunk_tokens(num_tokens, plan, torch.bfloat16) == expected
 
 
 def test_many_chunks_sum_the_weights_gradient_in_fp32() -> None:

@@ -7,12 +7,14 @@ allocations, grids, launches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
 import triton
 from torch import Tensor
 
+from cce_dist.backends.protocol import LateTargets
 from cce_dist.backends.triton.backward.hopper_exact import (
     LEFT_TO_COLLECTIVES,
     HopperMemory,
@@ -186,12 +188,22 @@ def launch_d_logits(state: BackwardState, hidden: Tensor, region: Region) -> Non
     if bad_ref is not None:
         _launch_logits(state, hidden, region, bad_ref, has_logits=True)
     _launch_logits(state, hidden, region, bad_ref)
+    launch_targets(state, region, None)
+
+
+def launch_targets(state: BackwardState, region: Region, late: LateTargets | None) -> None:
+    """Completes d_logits of the targets in the region's memory; with `late` takes the late
+    targets' terms out of it again."""
     head, per_token = state.head, state.per_token
     start(exact_targets_kernel, (state.num_blocks,))(
         workspace_ptr=region.memory,
         class_weight_ptr=state.or_dummy(head.class_weight),
         target_ptr=per_token.targets,
         upstream_ptr=per_token.factors,
+        rows_ptr=per_token.rows,
+        late_ptr=per_token.factors if late is None else late.grads,
+        late_below=0.0 if late is None else math.log2(late.below),
+        num_rows=state.num_tokens,
         first_column=region.first_column,
         num_columns=region.num_columns,
         N=region.memory.shape[1],
@@ -199,6 +211,7 @@ def launch_d_logits(state: BackwardState, hidden: Tensor, region: Region) -> Non
         softcap=head.softcap or 1.0,
         BLOCK_N=TOKEN_BLOCK,
         WIDE=is_wide(state.weight),
+        LEAVES_OUT=late is not None,
         HAS_SOFTCAP=head.softcap is not None,
         HAS_ENTROPY=state.has_entropy,
         HAS_SMOOTH=state.has_smooth,

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from cce_dist.backends.protocol import BackwardRequest, Room
+from cce_dist.backends.protocol import BackwardRequest, LateTargets, Room
 from cce_dist.backends.triton.backward.hopper_fit import least_bytes, runs_on_hopper
 from cce_dist.backends.triton.backward.teacher import TeacherState
 from cce_dist.backends.triton.backward.upstream import TokenUpstream
@@ -75,6 +75,7 @@ class GradBuffers:
     weight: Tensor | None  # [V_local, D], of inner stride 1
     bias: Tensor | None  # [V_local] fp32
     accumulate: bool  # the weight's gradient is added to its memory
+    late: LateTargets | None  # left out of the weight's gradient
 
     @property
     def weight_stride(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.backends.torch.tiles import put_product
-from cce_dist.backends.triton.backward.exact import launch_d_logits
+from cce_dist.backends.triton.backward.exact import launch_d_logits, launch_targets
 from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.launch.start import is_compiling_only
 from cce_dist.backends.triton.launch.tiles import AFTER_HIDDEN, UNTIL_HIDDEN
@@ -21,7 +21,7 @@ def products_by_torch(state: BackwardState, grads: GradBuffers) -> Callable[[int
     """Prepares SDD, DSD and DDS of the columns in `state.logits`.
 
     d_logits are rounded to the weight's dtype; products sum in fp32. An accumulated gradient of 16
-    bits is rounded once.
+    bits is rounded once. DDS goes without late targets.
 
     Returns: a function that launches a stage of them; `AFTER_HIDDEN` is DDS.
     """
@@ -38,10 +38,12 @@ def products_by_torch(state: BackwardState, grads: GradBuffers) -> Callable[[int
                 _multiply(of_tokens, state.weight, grads.hidden[0], accumulate=False)
         if stage == UNTIL_HIDDEN:
             return
-        if grads.weight is not None:
-            _multiply(d_logits, hidden, grads.weight, accumulate=grads.accumulate)
         if grads.bias is not None and not is_compiling_only():
             torch.sum(d_logits, 1, dtype=grads.bias.dtype, out=grads.bias)
+        if grads.late is not None:
+            launch_targets(state, region, grads.late)
+        if grads.weight is not None:
+            _multiply(d_logits, hidden, grads.weight, accumulate=grads.accumulate)
 
     return launch
 

@@ -149,6 +149,49 @@ def pair_weight_kernel(
         tl.store(bias_ptr + column, total, mask=tl.program_id(1) == 0)
 
 
+@triton.jit(do_not_specialize=["P"])
+def add_pairs_kernel(
+    hidden_ptr,  # [num_rows, D], inner stride 1
+    rows_ptr,  # [N] int64: each token's row of hidden
+    tokens_ptr,  # [P] int64: each pair's token, sorted by column
+    columns_ptr,  # [P] int32 or int64, sorted
+    grad_ptr,  # [N] fp32: each token's; 0: nothing is added
+    out_ptr,  # [V, D]: in and out
+    P,
+    D,
+    stride_hn,
+    stride_ov,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Adds grad times the row of hidden to the rows of some columns. The program of a column's
+    first pair sums them all, and rounds once."""
+    first = tl.program_id(0)
+    column = tl.load(columns_ptr + first).to(tl.int64)
+    if tl.load(columns_ptr + first - 1, mask=first > 0, other=-1) != column:
+        dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        pair = first + tl.arange(0, BLOCK_P)
+        is_of_column = tl.load(columns_ptr + pair, mask=pair < P, other=-1) == column
+        total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+        largest = 0.0
+        while tl.max(is_of_column.to(tl.int32), 0) > 0:
+            token = tl.load(tokens_ptr + pair, mask=is_of_column, other=0)
+            grad = tl.load(grad_ptr + token, mask=is_of_column, other=0.0)
+            adds = grad != 0
+            row = tl.load(rows_ptr + token, mask=adds, other=0)
+            inside = adds[:, None] & (dims < D)[None, :]
+            e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
+            total += grad[:, None] * tl.load(e_ptrs, mask=inside, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(adds.to(tl.float32), 0))
+            pair += BLOCK_P
+            is_of_column = tl.load(columns_ptr + pair, mask=pair < P, other=-1) == column
+        out_ptrs = out_ptr + column * stride_ov + dims
+        # A gradient that is NaN differs from 0: it is added.
+        changes = (dims < D) & (column >= 0) & (largest > 0)
+        value = tl.load(out_ptrs, mask=changes, other=0.0).to(tl.float32) + tl.sum(total, 0)
+        tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=changes)
+
+
 @triton.jit
 def sum_rows(begin, end, hidden_ptr, rows_ptr, grad_ptr, dims, D, stride_hn):
     """Returns the sum of grad times the row of hidden of sorted pairs [begin, end), at `dims`."""

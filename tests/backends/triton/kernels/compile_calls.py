@@ -14,6 +14,7 @@ from cce_dist.backends.protocol import (
     BackwardRequest,
     ColumnFilter,
     ForwardRequest,
+    LateTargets,
     Mixture,
     PairsGrads,
     PairsRequest,
@@ -22,6 +23,9 @@ from cce_dist.backends.protocol import (
     WeightGrad,
 )
 from cce_dist.backends.torch.tiles import GPU_COLUMNS
+from cce_dist.backends.triton.backward.exact import launch_targets
+from cce_dist.backends.triton.backward.late_targets import add_late_targets
+from cce_dist.backends.triton.backward.state import BackwardState
 from cce_dist.backends.triton.filter.kept_logits import KeptLogits
 from cce_dist.backends.triton.filter.lists import ListedLogits
 from cce_dist.backends.triton.filter.marks import keep
@@ -137,6 +141,10 @@ def compile_call(call: Call) -> None:
         room=room,
     )
     backward(tokens, head, later)
+    if isinstance(store, KeptLogits) and store.of_chunk:
+        late = LateTargets(torch.zeros(TOKENS), 0.5)
+        launch_targets(BackwardState.of(tokens, head, later), store.regions[0], late)
+        add_late_targets(tokens, late.grads, torch.zeros_like(head.weight))
 
 
 def head_of(call: Call) -> Head:

@@ -257,12 +257,16 @@ def exact_logits_kernel(
             tl.store(place, nothing, mask=(local < num_columns)[:, None])
 
 
-@triton.jit(do_not_specialize=["first_column", "num_columns"])
+@triton.jit(do_not_specialize=["num_rows", "first_column", "num_columns"])
 def exact_targets_kernel(
     workspace_ptr,  # [columns, N]: out
     class_weight_ptr,  # [V]
     target_ptr,  # [N] int32, -1: none here
     upstream_ptr,  # [7 or 8, N]: see `exact_logits_kernel`
+    rows_ptr,  # [N] int64
+    late_ptr,  # [num_rows] fp32, in the order of `rows_ptr`: see `LateTargets`; out
+    late_below,  # log2
+    num_rows,
     first_column,
     num_columns,
     N,
@@ -270,12 +274,14 @@ def exact_targets_kernel(
     softcap,
     BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr,
+    LEAVES_OUT: tl.constexpr,  # of d_logits that are complete: the target's term of late targets
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
 ):
-    """Computes d_logits of the targets among the chunk's columns, from the forward's logits."""
+    """Computes d_logits of the targets among the chunk's columns, from the forward's logits; with
+    LEAVES_OUT those of late targets alone."""
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     target = tl.load(target_ptr + token)
     local = target - first_column
@@ -291,17 +297,22 @@ def exact_targets_kernel(
     rest = tl.load(upstream_ptrs + 7 * N) if WIDE else 0.0
     log_p = log2_probability(z, tl.load(upstream_ptrs + 5 * N), rest, WIDE)
     probability = tl.load(upstream_ptrs)
-    if WIDE:
-        of_target = tl.load(upstream_ptrs + N)
+    of_target = tl.load(upstream_ptrs + N)
+    if WIDE and not LEAVES_OUT:
         probability -= of_target
     grad = d_logits(
         log_p, slope, probability, tl.load(upstream_ptrs + 2 * N), tl.load(upstream_ptrs + 3 * N),
         tl.load(upstream_ptrs + 4 * N), of_class, WIDE, HAS_ENTROPY, HAS_SMOOTH,
     )  # fmt: skip
-    if WIDE:
+    if LEAVES_OUT:
+        here = here & (log_p < late_below)
+        row = tl.load(rows_ptr + token)
+        late = tl.where(here, -of_target * slope, 0.0)
+        tl.store(late_ptr + row, late, mask=token < num_rows)
+    elif WIDE:
         # p - 1 is exact near 1, where p times a large weight would be rounded first.
         grad += (exp2_in(log_p, WIDE) - 1.0) * of_target * slope
     else:
-        grad -= tl.load(upstream_ptrs + N) * slope
+        grad -= of_target * slope
     place = workspace_ptr + local.to(tl.int64) * N + token
     tl.store(place, grad.to(workspace_ptr.dtype.element_ty), mask=here)
