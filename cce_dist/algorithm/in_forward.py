@@ -23,9 +23,6 @@ from cce_dist.ranks.hidden_sum import SumOverRanks
 # The most chunks whose weight gradients add up in 16 bits. Each addition rounds the sum so far:
 # docs/design/loss.md#in_forward.
 MOST_ROUNDINGS = 12
-# A sum that rounds to 16 bits adds a target last if fewer than so many tokens would have it, were
-# all like its own: until then its large term would take the digits of what other tokens add.
-LATE_BELOW = 4
 # Merged statistics of the tokens in a slice -> their share of the scalar loss, its derivatives.
 Objective = Callable[[Stats, slice], tuple[Tensor, Upstream]]
 
@@ -290,7 +287,7 @@ def _grads_by_chunks(
     size, late = chunk_tokens(num_tokens, plan, weight.dtype), None
     add_late = plan.backend.add_late_targets
     if add_late is not None and grad_weight is not None and num_tokens > size:
-        late = _late_targets(grad_weight, num_tokens)
+        late = _late_targets(grad_weight, num_tokens, size)
     sums, room = _Sums(hidden, grad_weight, bias, late), plan.room(tokens, head)
     written = None if grad_weight is None else grad_weight.dtype
     expected = replace(
@@ -313,12 +310,15 @@ def _grads_by_chunks(
     return LocalGrads(hidden, bias)
 
 
-def _late_targets(grad_weight: Tensor, num_tokens: int) -> LateTargets | None:
+def _late_targets(grad_weight: Tensor, num_tokens: int, size: int) -> LateTargets | None:
     """Returns memory for late targets if the sum over chunks is rounded; else None."""
     wide = accumulate_dtype(grad_weight.dtype)
     if grad_weight.dtype == wide:
         return None
-    return LateTargets(grad_weight.new_empty(num_tokens, dtype=wide), LATE_BELOW / num_tokens)
+    grads, sums = (
+        grad_weight.new_empty(number, dtype=wide) for number in (num_tokens, len(grad_weight))
+    )
+    return LateTargets(grads, sums, num_tokens, size)
 
 
 def _add_chunk(

@@ -159,8 +159,12 @@ class LateTargets:
     """Targets whose terms of d_logits a sum over chunks leaves out of the weight's gradient. One
     `Backend.add_late_targets` adds them after the last chunk."""
 
-    grads: Tensor  # [N] fp32, written: each token's term, or 0
-    below: float  # the probability from which on a target is not late
+    grads: Tensor  # [N] fp32 of a chunk's tokens, written: each one's term, or 0
+    # [V_local] fp32: d_logits of the first chunk without the targets' terms, summed over tokens.
+    # The first chunk writes them.
+    sums: Tensor
+    num_tokens: int  # of all chunks
+    first_tokens: int  # of the first chunk
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def _go_through(
     if expected.weight is not None:
         # The shape and alignment of the gradient, without its memory: torch refuses to write to it.
         row = head.weight.new_empty(1, head.weight.shape[1], dtype=expected.weight)
-        late = LateTargets(stats.lse, 1.0) if expected.late_targets else None
+        late = LateTargets(stats.lse, stats.lse, 1, 1) if expected.late_targets else None
         weight = WeightGrad(row.expand(head.weight.shape), expected.accumulate, late)
     if expected.sums_nll:
         loss.KERNELS.total(stats.lse, stats.target_logit, stats.lse[:1])

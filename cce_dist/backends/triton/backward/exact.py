@@ -7,7 +7,6 @@ allocations, grids, launches.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -22,6 +21,7 @@ from cce_dist.backends.triton.backward.hopper_exact import (
     products_on_hopper,
 )
 from cce_dist.backends.triton.backward.hopper_fit import runs_on_hopper
+from cce_dist.backends.triton.backward.late_targets import late_bounds
 from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.filter.kept_logits import Region, tiles_in
 from cce_dist.backends.triton.filter.lists import TILE
@@ -184,25 +184,33 @@ def launch_d_logits(state: BackwardState, hidden: Tensor, region: Region) -> Non
 
     Args: hidden: [N_padded, D] packed, in the order of the blocks.
     """
+    launch_logits(state, hidden, region)
+    launch_targets(state, region, None)
+
+
+def launch_logits(state: BackwardState, hidden: Tensor, region: Region) -> None:
+    """Puts d_logits of the region's columns into its memory, but for the targets' terms."""
     bad_ref = None if region.ref is None else _blocks_of_bad_ref(state, region.ref)
     if bad_ref is not None:
         _launch_logits(state, hidden, region, bad_ref, has_logits=True)
     _launch_logits(state, hidden, region, bad_ref)
-    launch_targets(state, region, None)
 
 
 def launch_targets(state: BackwardState, region: Region, late: LateTargets | None) -> None:
     """Completes d_logits of the targets in the region's memory; with `late` takes the late
     targets' terms out of it again."""
-    head, per_token = state.head, state.per_token
+    head, per_token, unread = state.head, state.per_token, state.per_token.factors
+    below, most_sum = (0.0, 0.0) if late is None else late_bounds(late)
     start(exact_targets_kernel, (state.num_blocks,))(
         workspace_ptr=region.memory,
         class_weight_ptr=state.or_dummy(head.class_weight),
         target_ptr=per_token.targets,
         upstream_ptr=per_token.factors,
         rows_ptr=per_token.rows,
-        late_ptr=per_token.factors if late is None else late.grads,
-        late_below=0.0 if late is None else math.log2(late.below),
+        late_ptr=unread if late is None else late.grads,
+        sums_ptr=unread if late is None else late.sums,
+        late_below=below,
+        late_sum=most_sum,
         num_rows=state.num_tokens,
         first_column=region.first_column,
         num_columns=region.num_columns,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cce_dist.backends.torch.tiles import put_product
-from cce_dist.backends.triton.backward.exact import launch_d_logits, launch_targets
+from cce_dist.backends.triton.backward.exact import launch_logits, launch_targets
 from cce_dist.backends.triton.backward.state import BackwardState, GradBuffers
 from cce_dist.backends.triton.launch.start import is_compiling_only
 from cce_dist.backends.triton.launch.tiles import AFTER_HIDDEN, UNTIL_HIDDEN
@@ -32,7 +32,10 @@ def products_by_torch(state: BackwardState, grads: GradBuffers) -> Callable[[int
 
     def launch(stage: int) -> None:
         if stage != AFTER_HIDDEN:
-            launch_d_logits(state, hidden, region)
+            launch_logits(state, hidden, region)
+            if grads.late is not None and not grads.accumulate and not is_compiling_only():
+                torch.sum(d_logits, 1, dtype=torch.float32, out=grads.late.sums)
+            launch_targets(state, region, None)
             if grads.hidden is not None:
                 of_tokens = d_logits[:, : state.num_tokens].T
                 _multiply(of_tokens, state.weight, grads.hidden[0], accumulate=False)

@@ -154,8 +154,8 @@ def add_pairs_kernel(
     hidden_ptr,  # [num_rows, D], inner stride 1
     rows_ptr,  # [N] int64: each token's row of hidden
     tokens_ptr,  # [P] int64: each pair's token, sorted by column
-    columns_ptr,  # [P] int32 or int64, sorted
-    grad_ptr,  # [N] fp32: each token's; 0: nothing is added
+    columns_ptr,  # [P] int32 or int64, sorted; -1: left out
+    grad_ptr,  # [N] fp32: each token's
     out_ptr,  # [V, D]: in and out
     P,
     D,
@@ -173,23 +173,18 @@ def add_pairs_kernel(
         pair = first + tl.arange(0, BLOCK_P)
         is_of_column = tl.load(columns_ptr + pair, mask=pair < P, other=-1) == column
         total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-        largest = 0.0
         while tl.max(is_of_column.to(tl.int32), 0) > 0:
             token = tl.load(tokens_ptr + pair, mask=is_of_column, other=0)
             grad = tl.load(grad_ptr + token, mask=is_of_column, other=0.0)
-            adds = grad != 0
-            row = tl.load(rows_ptr + token, mask=adds, other=0)
-            inside = adds[:, None] & (dims < D)[None, :]
+            row = tl.load(rows_ptr + token, mask=is_of_column, other=0)
+            inside = is_of_column[:, None] & (dims < D)[None, :]
             e_ptrs = hidden_ptr + row[:, None] * stride_hn + dims[None, :]
             total += grad[:, None] * tl.load(e_ptrs, mask=inside, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, tl.max(adds.to(tl.float32), 0))
             pair += BLOCK_P
             is_of_column = tl.load(columns_ptr + pair, mask=pair < P, other=-1) == column
         out_ptrs = out_ptr + column * stride_ov + dims
-        # A gradient that is NaN differs from 0: it is added.
-        changes = (dims < D) & (column >= 0) & (largest > 0)
-        value = tl.load(out_ptrs, mask=changes, other=0.0).to(tl.float32) + tl.sum(total, 0)
-        tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=changes)
+        value = tl.load(out_ptrs, mask=dims < D, other=0.0).to(tl.float32) + tl.sum(total, 0)
+        tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=dims < D)
 
 
 @triton.jit

@@ -142,7 +142,7 @@ def compile_call(call: Call) -> None:
     )
     backward(tokens, head, later)
     if isinstance(store, KeptLogits) and store.of_chunk:
-        late = LateTargets(torch.zeros(TOKENS), 0.5)
+        late = LateTargets(torch.zeros(TOKENS), torch.zeros(COLUMNS), TOKENS, TOKENS)
         launch_targets(BackwardState.of(tokens, head, later), store.regions[0], late)
         add_late_targets(tokens, late.grads, torch.zeros_like(head.weight))
 

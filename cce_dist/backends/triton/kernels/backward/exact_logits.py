@@ -265,7 +265,9 @@ def exact_targets_kernel(
     upstream_ptr,  # [7 or 8, N]: see `exact_logits_kernel`
     rows_ptr,  # [N] int64
     late_ptr,  # [num_rows] fp32, in the order of `rows_ptr`: see `LateTargets`; out
-    late_below,  # log2
+    sums_ptr,  # [V] fp32: see `LateTargets`
+    late_below,  # log2 of a late target's probability
+    late_sum,  # the most that such an id's sum is of the target's term
     num_rows,
     first_column,
     num_columns,
@@ -305,7 +307,8 @@ def exact_targets_kernel(
         tl.load(upstream_ptrs + 4 * N), of_class, WIDE, HAS_ENTROPY, HAS_SMOOTH,
     )  # fmt: skip
     if LEAVES_OUT:
-        here = here & (log_p < late_below)
+        row_sum = tl.abs(tl.load(sums_ptr + target, mask=here, other=0.0))
+        here = here & (log_p < late_below) & (row_sum < late_sum * tl.abs(of_target))
         row = tl.load(rows_ptr + token)
         late = tl.where(here, -of_target * slope, 0.0)
         tl.store(late_ptr + row, late, mask=token < num_rows)
