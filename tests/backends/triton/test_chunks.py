@@ -15,6 +15,7 @@ from cce_dist.algorithm import in_forward
 from cce_dist.algorithm.chunks import chunk_tokens
 from cce_dist.algorithm.plan import Plan, plan_of
 from cce_dist.backends.protocol import LateTargets
+from cce_dist.backends.torch.tiles import add_product
 from cce_dist.core.types import Tokens
 from cce_dist.testing import (
     DTYPES,
@@ -171,6 +172,22 @@ def test_chunks_of_a_flat_softmax_are_as_close_as_dense_bf16(options: dict[str, 
         for x in (run_case(None, case), dense)
     )
     assert error <= 1.1 * of_dense, f"{error / of_dense:.2f}"
+
+
+@pytest.mark.gpu
+def test_a_product_is_added_to_a_sum_in_bf16_with_one_rounding() -> None:
+    """A product that nearly cancels the sum shows if it was rounded before."""
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        a, b, first = (torch.randn(*shape) for shape in ((8192, 256), (256, 1024), (8192, 1024)))
+    a, b = a.bfloat16(), b.bfloat16()
+    product = a.double() @ b.double()
+    out = (first * 0.01 - product).bfloat16()
+    golden = out.double() + product
+    add_product(out, a, b)
+    # Sums in fp32 err by their own size; a rounded product would by 2^-9 of it.
+    size = a.double().abs() @ b.double().abs()
+    assert ((out - golden).abs() <= 2.0**-8 * golden.abs() + 2.0**-17 * size).all()
 
 
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, dtype=("fp32", "fp16", "bf16")))
