@@ -83,6 +83,9 @@ class Extension:
         rows = hidden.reshape(-1, hidden.shape[-1])
         # A kernel's copy of rows whose elements lie apart would lack the rows behind the view.
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        if self.num_rows == 1:
+            # torch forgets the distance of rows when it reshapes a view of one row.
+            rows = rows.contiguous()
         return rows[: self.num_rows]
 
     def _moved(self, values: Tensor, fill: int) -> Tensor:
