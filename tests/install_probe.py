@@ -1,14 +1,18 @@
 """What an installed cce-dist can do, found out in its own environment: tests/test_install.py.
 
-    python -I install_probe.py FOUND modules NUMBER SITE ...  imports, of the first NUMBER helps,
-                                                       and what the patch says of Megatron
-    python -I install_probe.py FOUND commands ANSWERS ONLY CHECKOUT ONLY CHECKOUT ...
-                                                       subcommands' exit codes and output
-    python -I install_probe.py FOUND code CODE ...     the same of each of these lines of Python
+    python -I install_probe.py FOUND QUESTION ...
 
-FOUND is the JSON file to write. Each SITE is an environment's site-packages, which takes the place
-of this Python's own. Subcommands whose words the pattern before matches are those of the package in
-the folder CHECKOUT; of the installed one where that is "".
+QUESTION is a JSON list of one of these:
+
+    ["modules", NUMBER, SITE, ...]  imports, of the first NUMBER helps, and what the patch says of
+                                    Megatron
+    ["commands", ANSWERS, ONLY, CHECKOUT, ONLY, CHECKOUT, ...]  subcommands' exit codes and output
+    ["code", CODE, ...]             the same of each of these lines of Python
+
+FOUND is the JSON file to write, with a list of the answers. Each SITE is an environment's
+site-packages, which takes the place of this Python's own. Subcommands whose words the pattern
+before matches are those of the package in the folder CHECKOUT; of the installed one where that is
+"".
 """
 
 from __future__ import annotations
@@ -35,21 +39,25 @@ COMMON = ("click", "numpy", "rich", "torch", "typer")
 CHECK = "from megatron_patch.__main__ import main; raise SystemExit(main(['--check']))"
 
 
-def main(path: str, what: str, *rest: str) -> None:
+def main(path: str, *questions: str) -> None:
     # What forks would each import, for 2.5 s; torch's optimizers import the second.
     for name in ("torch", "torch._dynamo"):
         importlib.import_module(name)
-    if what == "modules":
-        number, *sites = rest
-        found: Any = find_in_each(sites, int(number))
-    elif what == "code":
-        found = [run_forked(functools.partial(run_code, code)) for code in rest]
-    else:
-        answers, *asked = rest
-        found = {}
-        for only, checkout in zip(asked[::2], asked[1::2], strict=True):
-            found |= of_fork(functools.partial(run_commands, json.loads(answers), only, checkout))
+    found = [of_fork(functools.partial(answer, *json.loads(each))) for each in questions]
     Path(path).write_text(json.dumps(found))
+
+
+def answer(what: str, *asked: Any) -> Any:
+    if what == "modules":
+        number, *sites = asked
+        return find_in_each(sites, number)
+    if what == "code":
+        return [run_forked(functools.partial(run_code, code)) for code in asked]
+    answers, *rest = asked
+    found = {}
+    for only, checkout in zip(rest[::2], rest[1::2], strict=True):
+        found |= of_fork(functools.partial(run_commands, answers, only, checkout))
+    return found
 
 
 def of_fork(function: Callable[[], Any]) -> Any:

@@ -9,6 +9,7 @@ import json
 import re
 import tarfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,11 @@ OPTIONAL = r"cce_dist\.(backends\.(triton|empty_shard)|ahead|integrations|train|
 TRAINING = ("train", "eval", "bench train")
 # Those that no installed package has.
 IN_CHECKOUT = {*REPORT, *(f"bench {name}" for name in EXPERIMENTS)}
+COMPLETION = {
+    "_CCE_DIST_COMPLETE": "complete_bash",
+    "COMP_WORDS": "cce-dist bench los",
+    "COMP_CWORD": "2",
+}
 PLAIN = {
     "--device": "cpu",
     "--dtype": "float32",
@@ -98,20 +104,36 @@ def missing_by_right(extra: str) -> set[str]:
     return {"triton", *(name for name, of in EXTRAS.items() if of not in brought)}
 
 
-def test_an_extra_brings_what_its_modules_import(
-    environments: Environments, tmp_path: Path
-) -> None:
+@dataclass(frozen=True)
+class Found:
+    """Answers of the environment without extras, by one process: torch takes 3 s to import."""
+
+    sites: list[str]
+    modules: list[dict[str, Any]]  # of each environment
+    commands: dict[str, tuple[int, str]]
+    calls: list[tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def found(environments: Environments, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder, python = tmp_path_factory.mktemp("asked"), environments(CORE)
     sites = [site_of(environments(extra)) for extra in ENVIRONMENTS]
+    modules = ["modules", len(HELPED), *sites]
+    subcommands = ask_subcommands(folder, {".*": ""})
+    return Found(sites, *probe(python, folder, modules, subcommands, ["code", *calls_of(python)]))
+
+
+def test_an_extra_brings_what_its_modules_import(environments: Environments, found: Found) -> None:
+    sites = found.sites
     assert {CORE, *BRINGS, *",".join(ENVIRONMENTS).split(",")} == set(CHOICES)
     for extra, other in BRINGS.items():
         assert site_of(environments(extra)) == sites[ENVIRONMENTS.index(other)]
-    of_each = probe(environments(CORE), tmp_path, "modules", str(len(HELPED)), *sites)
-    for extra, site, found in zip(ENVIRONMENTS, sites, of_each, strict=True):
-        assert found["origin"].startswith(site)
-        require_whole(extra, found)
-        require_megatron(extra, *found["patch"])
+    for extra, site, modules in zip(ENVIRONMENTS, sites, found.modules, strict=True):
+        assert modules["origin"].startswith(site)
+        require_whole(extra, modules)
+        require_megatron(extra, *modules["patch"])
         if extra in HELPED:
-            require_helps(found["helps"])
+            require_helps(modules["helps"])
 
 
 def site_of(python: Path) -> str:
@@ -158,10 +180,8 @@ def in_checkout(words: str) -> str:
     )
 
 
-def run_subcommands(
-    python: Path, folder: Path, asked: dict[str, str], **more: str
-) -> dict[str, tuple[int, str]]:
-    """Exit code and output of subcommands, in moments of work.
+def ask_subcommands(folder: Path, asked: dict[str, str], **more: str) -> list[Any]:
+    """The question for exit code and output of subcommands, in moments of work.
 
     Args:
         asked: of a pattern that their words match the folder with the package, "" for the
@@ -175,20 +195,17 @@ def run_subcommands(
     answers |= {"texts": str(short), "--cache": cache, "--data": str(text)}
     answers |= {"path": str(folder / "none.json"), **more}
     words = [word for each in asked.items() for word in each]
-    return probe(python, folder, "commands", json.dumps(answers), *words)
+    return ["commands", answers, *words]
 
 
-def probe(python: Path, folder: Path, *asked: str) -> Any:
+def probe(python: Path, folder: Path, *questions: list[Any]) -> list[Any]:
     path = folder / "found.json"
-    run([str(python), "-I", str(PROBE), str(path), *asked], cwd=folder)
+    run([str(python), "-I", str(PROBE), str(path), *map(json.dumps, questions)], cwd=folder)
     return json.loads(path.read_text())
 
 
-def test_the_plain_install_works_or_names_the_extra(
-    environments: Environments, tmp_path: Path
-) -> None:
-    found = run_subcommands(environments(CORE), tmp_path, {".*": ""})
-    for words, (code, output) in found.items():
+def test_the_plain_install_works_or_names_the_extra(found: Found) -> None:
+    for words, (code, output) in found.commands.items():
         if words in IN_CHECKOUT:
             assert (code, output) == (2, in_checkout(words))
             continue
@@ -200,7 +217,7 @@ def test_the_plain_install_works_or_names_the_extra(
             rf"pip install 'cce-dist\[{extra}\]'\n"
         )
         assert (re.fullmatch(says, output) is not None) == (words in TRAINING), output
-    works = {words for words, (code, _) in found.items() if code == 0}
+    works = {words for words, (code, _) in found.commands.items() if code == 0}
     assert {"doctor", "plan model", "plan models", "bench loss", "bench ranks"} <= works
 
 
@@ -218,31 +235,34 @@ def test_an_extra_is_enough_to_train(
     python = environments("bench")
     asked = {installed: "", checkout: str(source)}
     answers = {**sizes, **small, **short, **timed, **records}
-    found = run_subcommands(python, tmp_path, asked, **answers)
+    (found,) = probe(python, tmp_path, ask_subcommands(tmp_path, asked, **answers))
     assert [bool(re.fullmatch(installed, words)) for words in found].count(True) == 3
     assert len(found) == 7
     for words, (code, output) in found.items():
         assert code == 0, f"{words}: {output}"
 
 
-def test_the_command(built: tuple[Path, Path], environments: Environments, tmp_path: Path) -> None:
-    """Calls in forks of one process, for torch takes 3 s to import."""
-    version, python = metadata_of(built[1])["Version"], environments(CORE)
+def calls_of(python: Path) -> list[str]:
+    """Calls of the commands, in forks of one process."""
 
     def start(how: str, *arguments: str) -> str:
         given = ["cce-dist", *arguments]
         return f"import runpy, sys; sys.argv[:] = {given}; runpy.{how}, run_name='__main__')"
 
     script, module = f"run_path({str(python.parent / 'cce-dist')!r}", "run_module('cce_dist'"
-    asks = "import cce_dist, sys; print(cce_dist.__version__, 'typer' in sys.modules)"
-    calls = (
+    return [
         start(script, "--version"),
         start(module, "--version"),
-        asks,
+        "import cce_dist, sys; print(cce_dist.__version__, 'typer' in sys.modules)",
         start(script, "plan", "model", "GPT2", "--plot", "x.png"),
         "from megatron_patch.__main__ import main; main(['--help'])",
-    )
-    *answers, plot, patch = probe(python, tmp_path, "code", *calls)
+        f"import os; os.environ.update({COMPLETION}); {start(script)}",
+    ]
+
+
+def test_the_command(built: tuple[Path, Path], found: Found) -> None:
+    version = metadata_of(built[1])["Version"]
+    *answers, plot, patch, _ = found.calls
     said = f"{NAME} {version}\n"
     assert answers == [[0, said], [0, said], [0, f"{version} False\n"]]
     assert plot[0] == 2 and "`cce-dist plan model` needs matplotlib" in plot[1]
@@ -276,12 +296,11 @@ def test_a_module_that_is_there_but_broken_is_not_called_missing() -> None:
         need_modules("numpy", "no_such_module")
 
 
-def test_shell_completion(environments: Environments, tmp_path: Path) -> None:
+def test_shell_completion(environments: Environments, found: Found, tmp_path: Path) -> None:
     command = environments(CORE).parent / "cce-dist"
-    words = "_CCE_DIST_COMPLETE=complete_bash COMP_WORDS='cce-dist bench los' COMP_CWORD=2"
-    install = f"HOME={tmp_path} {command} --install-completion && {words} {command}"
-    done = run(["bash", "-c", install])
-    assert done.stdout.splitlines()[-1] == "loss"
+    # Its shell is found among the processes that have started it.
+    run(["bash", "-c", f"HOME={tmp_path} {command} --install-completion && true"])
+    assert found.calls[-1] == [0, "loss\n"]
     assert "cce-dist" in (tmp_path / ".bashrc").read_text()
 
 
