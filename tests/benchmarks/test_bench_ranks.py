@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib.metadata
 from dataclasses import replace
@@ -146,9 +147,9 @@ def test_dealt_ids_are_the_same_tokens() -> None:
     assert torch.equal(dealt.hidden, plain.hidden)
 
 
-TINY = """data: {megabytes: 1, vocab_size: 2001, sequence_length: 32}
-model: {dim: 32, layers: 2, heads: 2, tied: false}
-parallel: {tp: 2, sequence_parallel: true}
+TINY = f"""data: {{paths: [{argparse.__file__}], vocab_size: 2001, sequence_length: 32}}
+model: {{dim: 32, layers: 2, heads: 2, tied: false}}
+parallel: {{tp: 2, sequence_parallel: true}}
 batch: 4
 """
 

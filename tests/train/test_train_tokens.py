@@ -48,6 +48,14 @@ def test_collect_documents_default_leaves_out_jsonl_of_packages(
     assert collect_documents((), 1.0) == ["first"]
 
 
+def test_collect_documents_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    for name in ("a.md", "a/b.md", "a-b/c.md", ".hidden/a.md", "A.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path, name, name)
+    expected = [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*.md"))]
+    assert collect_documents((tmp_path,), 1.0) == expected != sorted(expected)
+
+
 def test_collect_documents_folder(tmp_path: Path) -> None:
     write(tmp_path, "b.txt", "second")
     write(tmp_path, "a.py", "first")

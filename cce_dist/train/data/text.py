@@ -49,7 +49,8 @@ def _read_all(paths: Sequence[Path]) -> Iterator[str]:
     if not paths:
         roots = sorted({sysconfig.get_paths()[name] for name in ("stdlib", "purelib")})
         # A package's JSONL is data of any kind.
-        files = sorted({f for root in roots for f in _files_in(Path(root), DOCUMENT_SUFFIXES)})
+        unordered = {file for root in roots for file in _files_in(Path(root), DOCUMENT_SUFFIXES)}
+        files = sorted(unordered, key=_names_of)
         # In the order of their names, the first megabytes would all come from the same package.
         random.Random(0).shuffle(files)
         yield from _read_files(files)
@@ -57,22 +58,29 @@ def _read_all(paths: Sequence[Path]) -> Iterator[str]:
         # isdir is False for an unreadable path: reading then raises the reason.
         if os.path.isdir(path):
             suffixes = DOCUMENT_SUFFIXES + JSONL_SUFFIXES
-            yield from _read_files(sorted(_files_in(path, suffixes)))
+            yield from _read_files(sorted(_files_in(path, suffixes), key=_names_of))
         elif path.suffix in JSONL_SUFFIXES:
             yield from _read_jsonl(path)
         else:
             yield read_text(path, "data.paths")
 
 
-def _files_in(root: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
-    for path in root.rglob("*"):
-        # Path's method raises for a file that this user may not look at.
-        if path.suffix in suffixes and os.path.isfile(path):
-            yield path
+def _files_in(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
+    # Path.rglob takes a second more for the 50,000 documents of a Python installation.
+    for folder, _, names in os.walk(root):
+        for name in names:
+            path = os.path.join(folder, name)
+            if os.path.splitext(name)[1] in suffixes and os.path.isfile(path):
+                yield path
 
 
-def _read_files(files: Sequence[Path]) -> Iterator[str]:
-    for path in files:
+def _names_of(path: str) -> list[str]:
+    """Returns the names of a path's folders and file, which `pathlib` orders paths by."""
+    return path.split(os.sep)
+
+
+def _read_files(files: Sequence[str]) -> Iterator[str]:
+    for path in map(Path, files):
         if path.suffix in JSONL_SUFFIXES:
             yield from _read_jsonl(path)
             continue
