@@ -284,10 +284,14 @@ def _grads_by_chunks(
         hidden = weight.new_empty((num_tokens, weight.shape[1]), dtype=kept)
     if needs_bias:
         bias = weight.new_zeros(weight.shape[0], dtype=wide)
-    size, late = chunk_tokens(num_tokens, plan, weight.dtype), None
-    add_late = plan.backend.add_late_targets
-    if add_late is not None and grad_weight is not None and num_tokens > size:
+    size = chunk_tokens(num_tokens, plan, weight.dtype)
+    add_late, late = plan.backend.add_late_targets, None
+    if add_late is not None and grad_weight is not None:
         late = _late_targets(grad_weight, num_tokens, size)
+    # Whatever the number of chunks: other calls may have more.
+    may_be_late = late is not None
+    if num_tokens <= size:
+        late = None
     sums, room = _Sums(hidden, grad_weight, bias, late), plan.room(tokens, head)
     written = None if grad_weight is None else grad_weight.dtype
     expected = replace(
@@ -295,7 +299,7 @@ def _grads_by_chunks(
         hidden=_sum_of_chunk(wide, len(tokens)) if needs_hidden else None,
         scaled=_dtypes(dtype if needs_hidden else None, grad_weight, needs_bias),
         by_chunks=True,
-        late_targets=late is not None,
+        late_targets=may_be_late,
     )
     plan.warm_up(tokens, head, expected, None)
     require_same_chunks(size, weight.device, plan.group)

@@ -156,10 +156,12 @@ class TeacherPart:
 
 @dataclass(frozen=True)
 class LateTargets:
-    """Targets whose terms of d_logits a sum over chunks leaves out of the weight's gradient. One
+    """Targets of rare ids, whose terms are left out while chunks add up the weight's gradient.
     `Backend.add_late_targets` adds them after the last chunk."""
 
-    grads: Tensor  # [N] fp32 of a chunk's tokens, written: each one's term, or 0
+    # [N] fp32, of all tokens or of a chunk's, written: each token's term of its target's d_logits
+    # if that is late, else 0
+    grads: Tensor
     # [V_local] fp32: d_logits of the first chunk without the targets' terms, summed over tokens.
     # The first chunk writes them.
     sums: Tensor
@@ -188,7 +190,7 @@ class ExpectedBackward:
     sums_nll: bool = False  # `LossKernels` compute the loss
     scaled: tuple[torch.dtype, ...] = ()  # dtypes of gradients that `scale` will multiply
     by_chunks: bool = False  # of tokens, each with a `store_for_chunk`
-    late_targets: bool = False  # the chunks leave out `LateTargets`
+    late_targets: bool = False  # several chunks leave out `LateTargets`
     of_nll: bool = True  # of two heads: the loss depends on nll as well as on the KL
 
 
@@ -251,8 +253,8 @@ class Traits:
     narrow_logits: bool
 
 
-# Takes tokens, each one's term of its target's d_logits [N] fp32, and the weight's gradient
-# [V_local, D], to whose rows it adds: each row is rounded once.
+# Takes tokens, `LateTargets.grads` of all of them, and the weight's gradient [V_local, D],
+# contiguous, to whose rows it adds: each row is rounded once.
 AddLateTargets = Callable[[Tokens, Tensor, Tensor], None]
 # Takes the student's tokens and head, the teacher's, and a request with a filter.
 ForwardOfHeads = Callable[[Tokens, Head, tuple[Tokens, Head], ForwardRequest], TeacherStats]

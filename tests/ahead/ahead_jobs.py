@@ -45,6 +45,13 @@ KINDS = {
     ),
 }
 KEPT, PRODUCTS = "exact, with logits kept", "three products"
+# Dims and elements that are no multiples of 16.
+ODD = HeadCalls(
+    *(20001, 100, torch.bfloat16, 4096),
+    (LossOptions(gradient="in_forward", filter=Filter(keep=0)),),
+    tensors={"bias": torch.bfloat16},
+)
+KINDS["three products"] = ODD
 # All of whose kernels compile before the first launch.
 COMPILED_TOGETHER = {
     "filtered": LossOptions(),
@@ -193,6 +200,10 @@ def check(cache: str) -> None:
     found["kept, of wide states"] = late(wide, DEVICES[90])
     products = replace(SMALL, dtype=torch.float16, trained=(COMPILED_TOGETHER[PRODUCTS],))
     found["three products, fp16"] = late(products, DEVICES[90])
+    one_chunk, several = (
+        launched(replace(ODD, num_tokens=number), DEVICES[90]) for number in (1024, 8192)
+    )
+    found["three products of several chunks"] = sorted(several - one_chunk)
     # Where lists may be long: a mean's sums behind the tail's, no room for a chunk, and a rule that
     # drops a flat softmax before one that keeps it.
     rules = LossOptions(filter=Filter(keep=8.0)), LossOptions()

@@ -52,7 +52,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
     return run_job("check", str(cache)), cache
 
 
-@pytest.mark.parametrize("kind", ["filtered", "statistics", "everything"])
+@pytest.mark.parametrize("kind", ["filtered", "statistics", "everything", "three products"])
 def test_the_same_is_asked_for_ahead_and_in_a_job(
     kind: str, checked: tuple[dict[str, Any], Path]
 ) -> None:
@@ -65,7 +65,7 @@ def test_the_same_is_asked_for_ahead_and_in_a_job(
 
 def test_launches_compile_nothing(checked: tuple[dict[str, Any], Path]) -> None:
     late = checked[0]["late"]
-    assert len(late) == 12 and not any(late.values()), late
+    assert len(late) == 13 and not any(late.values()), late
 
 
 def test_a_second_compilation_finds_all_in_the_cache(checked: tuple[dict[str, Any], Path]) -> None:

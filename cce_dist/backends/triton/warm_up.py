@@ -151,7 +151,8 @@ def _go_through(
 ) -> None:
     few = tokens.slice(0, min(len(tokens), 2 * TOKEN_BLOCK))
     request = replace(request, store=_store_of_few(few, head.weight, request, expected))
-    # Binaries depend on the number of tokens through `order_dtype` and `blocks_padded` alone.
+    # Binaries depend on the number of tokens through `order_dtype` and `blocks_padded` alone. Which
+    # of them a call launches may depend on it, too: all are compiled.
     order_as, part = order_dtype(len(tokens)), None
     if teacher is None:
         stats, marks = forward(few, head, request, order_as=order_as)

@@ -54,6 +54,7 @@ def products(
     """
     if state.by_torch:
         return products_by_torch(state, grads)
+    assert grads.late is None  # Only torch's products leave targets out.
     if state.lists is None:
         return products_of_every_column(state, grads)
     return _filtered_products(state, state.lists, grads, shares_device)

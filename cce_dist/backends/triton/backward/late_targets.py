@@ -21,8 +21,8 @@ from cce_dist.core.types import Tokens
 # The id's row is then a sum of few large terms and many small ones, whose digits are lost once a
 # large one is in a sum of 16 bits. docs/design/loss.md#in_forward.
 MOST_MASS = 4
-# Tokens and dims that a program adds at once, and its warps.
-ADDED = (4, 512, 1)
+# Pairs and dims that a program of `add_pairs_kernel` reads at once, and its warps.
+PAIRS, DIMS, WARPS = 4, 512, 1
 
 
 def late_bounds(late: LateTargets) -> tuple[float, float]:
@@ -33,15 +33,14 @@ def late_bounds(late: LateTargets) -> tuple[float, float]:
 
 
 def add_late_targets(tokens: Tokens, grads: Tensor, grad_weight: Tensor) -> None:
-    """Adds each token's term to its target's row, in the order of tokens: see
+    """Adds each token's term to its target's row, in one fixed order: see
     `protocol.Backend.add_late_targets`."""
     if not len(tokens):
         return
-    # Other tokens stand in front, and take no time.
+    # Other tokens stand in front; their programs end at once.
     columns, order = torch.sort(tokens.local_targets.where(grads != 0, -1), stable=True)
     hidden, dim = with_unit_inner_stride(tokens.hidden), grad_weight.shape[1]
-    block, dims, warps = ADDED
-    start(add_pairs_kernel, (len(tokens), triton.cdiv(dim, dims)))(
+    start(add_pairs_kernel, (len(tokens), triton.cdiv(dim, DIMS)))(
         hidden,
         rows_of(tokens)[0],
         order,
@@ -51,8 +50,7 @@ def add_late_targets(tokens: Tokens, grads: Tensor, grad_weight: Tensor) -> None
         len(tokens),
         dim,
         hidden.stride(0),
-        grad_weight.stride(0),
-        BLOCK_P=block,
-        BLOCK_D=dims,
-        num_warps=warps,
+        BLOCK_P=PAIRS,
+        BLOCK_D=DIMS,
+        num_warps=WARPS,
     )

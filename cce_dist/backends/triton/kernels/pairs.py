@@ -156,11 +156,10 @@ def add_pairs_kernel(
     tokens_ptr,  # [P] int64: each pair's token, sorted by column
     columns_ptr,  # [P] int32 or int64, sorted; -1: left out
     grad_ptr,  # [N] fp32: each token's
-    out_ptr,  # [V, D]: in and out
+    out_ptr,  # [V, D] contiguous: in and out
     P,
     D,
     stride_hn,
-    stride_ov,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -182,7 +181,7 @@ def add_pairs_kernel(
             total += grad[:, None] * tl.load(e_ptrs, mask=inside, other=0.0).to(tl.float32)
             pair += BLOCK_P
             is_of_column = tl.load(columns_ptr + pair, mask=pair < P, other=-1) == column
-        out_ptrs = out_ptr + column * stride_ov + dims
+        out_ptrs = out_ptr + column * D + dims
         value = tl.load(out_ptrs, mask=dims < D, other=0.0).to(tl.float32) + tl.sum(total, 0)
         tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=dims < D)
 

@@ -266,8 +266,8 @@ def exact_targets_kernel(
     rows_ptr,  # [N] int64
     late_ptr,  # [num_rows] fp32, in the order of `rows_ptr`: see `LateTargets`; out
     sums_ptr,  # [V] fp32: see `LateTargets`
-    late_below,  # log2 of a late target's probability
-    late_sum,  # the most that such an id's sum is of the target's term
+    late_below,  # above a late target's log2 probability
+    late_sum,  # a late id's |sum| is below this times the target's |term|
     num_rows,
     first_column,
     num_columns,
@@ -276,14 +276,14 @@ def exact_targets_kernel(
     softcap,
     BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr,
-    LEAVES_OUT: tl.constexpr,  # of d_logits that are complete: the target's term of late targets
+    LEAVES_OUT: tl.constexpr,  # takes late targets' terms out of complete d_logits
     HAS_SOFTCAP: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
     HAS_SMOOTH: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
 ):
     """Computes d_logits of the targets among the chunk's columns, from the forward's logits; with
-    LEAVES_OUT those of late targets alone."""
+    LEAVES_OUT those of late targets without their terms, which it stores apart."""
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     target = tl.load(target_ptr + token)
     local = target - first_column

@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+# Numbers of elements may follow from the number of tokens, and one binary serves all.
+@triton.jit(do_not_specialize=["numel", "num_blocks"])
 def scale_kernel(
     grad_ptr,  # [numel]: in place
     factor_ptr,  # [] fp32
@@ -19,5 +20,10 @@ def scale_kernel(
         return
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        grad = tl.load(grad_ptr + at, mask=at < numel).to(tl.float32)
-        tl.store(grad_ptr + at, (grad * factor).to(grad_ptr.dtype.element_ty), mask=at < numel)
+        if tl.cast(block + 1, tl.int64) * BLOCK <= numel:
+            # Without a mask a thread reads several elements at once.
+            grad = tl.load(grad_ptr + at).to(tl.float32)
+            tl.store(grad_ptr + at, (grad * factor).to(grad_ptr.dtype.element_ty))
+        else:
+            grad = tl.load(grad_ptr + at, mask=at < numel).to(tl.float32)
+            tl.store(grad_ptr + at, (grad * factor).to(grad_ptr.dtype.element_ty), mask=at < numel)
