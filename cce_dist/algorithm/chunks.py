@@ -15,23 +15,34 @@ if TYPE_CHECKING:
     from cce_dist.ranks.transport import Group
 
 
-def chunk_tokens(num_tokens: int, plan: Plan, dtype: torch.dtype) -> int:
-    """Returns the number of tokens in a chunk: a multiple of TOKEN_BLOCK.
+def chunk_tokens(
+    num_tokens: int, plan: Plan, logit_bytes: int, *, parts: int | None, least_bytes: int = 0
+) -> int:
+    """Returns the number of tokens in a chunk: a multiple of TOKEN_BLOCK. Chunks have one size: a
+    small last one would take the time of a larger one.
 
     It follows from numbers that all ranks share, so ranks agree on it. The logits of a chunk,
-    [chunk, V_local], are in memory at once: by default those of a fifth of the tokens, or what fits
-    the workspace if that is more. Wide logits take the workspace, and a quarter at most.
+    [chunk, V_local], are in memory at once.
+
+    Args:
+        logit_bytes: of a token's logits in one column, of all models.
+        parts: the most chunks by default; fewer, if more tokens fit the workspace. None: a chunk
+            has what fits the workspace, and a quarter of the tokens at most.
+        least_bytes: by default a smaller workspace is taken as this large.
     """
     columns = -(-plan.shard.vocab_size // group_size(plan.group))
-    options, narrow = plan.options, plan.backend.traits.narrow_logits
-    logit_bytes = dtype.itemsize if narrow else 4
-    most = options.workspace_for(num_tokens) // (logit_bytes * columns * TOKEN_BLOCK)
-    if not narrow:
+    room = plan.options.workspace_for(num_tokens)
+    by_default = parts is not None and plan.options.workspace_bytes is None
+    if by_default:
+        room = max(room, least_bytes)
+    most = room // (logit_bytes * columns * TOKEN_BLOCK)
+    if parts is None:
         most = min(most, -(-num_tokens // (4 * TOKEN_BLOCK)))
-    elif options.workspace_bytes is None:
-        # With its other tensors such a chunk takes a quarter of the memory of dense logits.
-        most = max(most, -(-num_tokens // (5 * TOKEN_BLOCK)))
-    return even_chunks(num_tokens, most)
+    elif by_default:
+        most = max(most, -(-num_tokens // (parts * TOKEN_BLOCK)))
+    blocks = -(-num_tokens // TOKEN_BLOCK)
+    num_chunks = max(1, -(-blocks // max(1, most)))
+    return max(1, -(-blocks // num_chunks)) * TOKEN_BLOCK
 
 
 def require_same_chunks(size: int, device: torch.device, group: Group | None) -> None:
@@ -51,11 +62,3 @@ def require_same_chunks(size: int, device: torch.device, group: Group | None) ->
         rule,
         sizes,
     )
-
-
-def even_chunks(num_tokens: int, most: int) -> int:
-    """Returns the tokens of a chunk of at most so many blocks, or one. Chunks have one size: a
-    small last one would take the time of a larger one."""
-    blocks = -(-num_tokens // TOKEN_BLOCK)
-    num_chunks = max(1, -(-blocks // max(1, most)))
-    return max(1, -(-blocks // num_chunks)) * TOKEN_BLOCK

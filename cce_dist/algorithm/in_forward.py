@@ -20,6 +20,9 @@ from cce_dist.core.stats import Stats
 from cce_dist.core.types import Head, LocalGrads, Tokens, Upstream, accumulate_dtype
 from cce_dist.ranks.hidden_sum import SumOverRanks
 
+# Chunks by default, of 16-bit logits: with its other tensors one takes a quarter of the memory of
+# dense logits.
+NUM_CHUNKS = 5
 # The most chunks whose weight gradients add up in 16 bits. Each addition rounds the sum so far:
 # docs/design/loss.md#in_forward.
 MOST_ROUNDINGS = 12
@@ -247,8 +250,14 @@ def holds_sum(dtype: torch.dtype, num_tokens: int, plan: Plan) -> bool:
         return False
     if not plan.by_chunks:
         return True
-    num_chunks = -(-num_tokens // chunk_tokens(num_tokens, plan, dtype))
+    num_chunks = -(-num_tokens // tokens_of_chunk(num_tokens, plan, dtype))
     return plan.backend.traits.narrow_logits and num_chunks <= MOST_ROUNDINGS
+
+
+def tokens_of_chunk(num_tokens: int, plan: Plan, dtype: torch.dtype) -> int:
+    narrow = plan.backend.traits.narrow_logits
+    logit_bytes, parts = (dtype.itemsize, NUM_CHUNKS) if narrow else (4, None)
+    return chunk_tokens(num_tokens, plan, logit_bytes, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -284,22 +293,20 @@ def _grads_by_chunks(
         hidden = weight.new_empty((num_tokens, weight.shape[1]), dtype=kept)
     if needs_bias:
         bias = weight.new_zeros(weight.shape[0], dtype=wide)
-    size = chunk_tokens(num_tokens, plan, weight.dtype)
-    add_late, late = plan.backend.add_late_targets, None
+    size = tokens_of_chunk(num_tokens, plan, weight.dtype)
+    late, add_late = None, plan.backend.add_late_targets
     if add_late is not None and grad_weight is not None:
         late = _late_targets(grad_weight, num_tokens, size)
-    # Whatever the number of chunks: other calls may have more.
-    may_be_late = late is not None
-    if num_tokens <= size:
-        late = None
-    sums, room = _Sums(hidden, grad_weight, bias, late), plan.room(tokens, head)
+    of_chunks = late if num_tokens > size else None
+    sums, room = _Sums(hidden, grad_weight, bias, of_chunks), plan.room(tokens, head)
     written = None if grad_weight is None else grad_weight.dtype
     expected = replace(
         plan.expect(tokens, hidden=needs_hidden, weight=written, bias=needs_bias),
         hidden=_sum_of_chunk(wide, len(tokens)) if needs_hidden else None,
         scaled=_dtypes(dtype if needs_hidden else None, grad_weight, needs_bias),
         by_chunks=True,
-        late_targets=may_be_late,
+        # Later calls may have more chunks than one.
+        late_targets=late is not None,
     )
     plan.warm_up(tokens, head, expected, None)
     require_same_chunks(size, weight.device, plan.group)
@@ -307,8 +314,9 @@ def _grads_by_chunks(
     for start in range(0, max(num_tokens, 1), size):
         at = slice(start, min(start + size, num_tokens))
         _add_chunk(sums, tokens, at, head, plan, upstream_of, room)
-    if late is not None and add_late is not None and grad_weight is not None:
-        add_late(tokens, late.grads, grad_weight)
+    if sums.late is not None:
+        assert add_late is not None and grad_weight is not None
+        add_late(tokens, sums.late.grads, grad_weight)
     if hidden is not None:
         hidden = total.of_tokens(hidden, tokens.rows)
     return LocalGrads(hidden, bias)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cce_dist.algorithm import in_forward
 from cce_dist.algorithm.call import Call, require_in_memory
-from cce_dist.algorithm.chunks import even_chunks, require_same_chunks
+from cce_dist.algorithm.chunks import chunk_tokens, require_same_chunks
 from cce_dist.algorithm.once import once_differentiable, outside_autocast
 from cce_dist.algorithm.plan import Plan
 from cce_dist.backends.choose import TORCH, repeated
@@ -35,7 +35,6 @@ from cce_dist.distillation.sweep import (
     scale_of,
 )
 from cce_dist.frontend.reduction import TokenLoss
-from cce_dist.options import TOKEN_BLOCK
 from cce_dist.ranks.transport import group_size
 
 # Chunks by default, with kernels. Of 8,192 tokens each has 768, a multiple of the tiles that cuBLAS
@@ -125,7 +124,10 @@ def _forward(
     require_equal_sizes(hidden, teacher, call)
     pair, plan = pair_of(*student, teacher, call, objective), call.plan
     num_tokens = len(pair.student)
-    size = _chunk_tokens(pair, plan)
+    parts = None if pair.kernels is None else NUM_CHUNKS
+    size = chunk_tokens(
+        num_tokens, plan, pair.bytes_of_logits, parts=parts, least_bytes=LEAST_BYTES
+    )
     require_same_chunks(size, hidden.device, plan.group)
     value, alpha = pair.rows(1, 0.0, pair.dtype)[0], objective.alpha
     nll = torch.empty_like(value) if pair.has_targets else None
@@ -215,18 +217,3 @@ def _add_chunk(
         put_product(sums.hidden[at], grad, weight.to(operands), accumulate=False)
     if sums.weight is not None:
         put_product(sums.weight, grad.T, hidden.to(operands), accumulate=at.start > 0)
-
-
-def _chunk_tokens(pair: Pair, plan: Plan) -> int:
-    """Returns the number of tokens in a chunk: as `chunk_tokens`, of both models."""
-    num_tokens, ranks = len(pair.student), group_size(plan.group)
-    columns, room = -(-plan.shard.vocab_size // ranks), plan.options.workspace_for(num_tokens)
-    by_default = pair.kernels is not None and plan.options.workspace_bytes is None
-    if by_default:
-        room = max(room, LEAST_BYTES)
-    most = room // (pair.bytes_of_logits * columns * TOKEN_BLOCK)
-    if pair.kernels is None:
-        most = min(most, -(-num_tokens // (4 * TOKEN_BLOCK)))
-    elif by_default:
-        most = max(most, -(-num_tokens // (NUM_CHUNKS * TOKEN_BLOCK)))
-    return even_chunks(num_tokens, most)

@@ -83,9 +83,10 @@ class Extension:
         rows = hidden.reshape(-1, hidden.shape[-1])
         # A kernel's copy of rows whose elements lie apart would lack the rows behind the view.
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        if self.num_rows == 1:
-            # torch forgets the distance of rows when it reshapes a view of one row.
-            rows = rows.contiguous()
+        if self.num_rows == 1 and rows.stride() != (rows.shape[1], 1):
+            # torch forgets the distance of rows when it reshapes a view of one row. A clone has
+            # these strides where `contiguous` returns a column as it is.
+            rows = rows.clone(memory_format=torch.contiguous_format)
         return rows[: self.num_rows]
 
     def _moved(self, values: Tensor, fill: int) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from cce_dist import Filter, LossOptions, linear_cross_entropy
 from cce_dist.algorithm import in_forward
-from cce_dist.algorithm.chunks import chunk_tokens
 from cce_dist.algorithm.plan import Plan, plan_of
 from cce_dist.backends.protocol import LateTargets
 from cce_dist.backends.torch.tiles import add_product
@@ -325,7 +324,7 @@ def test_chunk_tokens(size: tuple[int, int, int | None, int]) -> None:
     num_tokens, vocab_size, workspace_bytes, expected = size
     plan = plan_for(num_tokens, vocab_size, workspace_bytes=workspace_bytes)
     assert plan.by_chunks
-    assert chunk_tokens(num_tokens, plan, torch.bfloat16) == expected
+    assert in_forward.tokens_of_chunk(num_tokens, plan, torch.bfloat16) == expected
 
 
 def test_many_chunks_sum_the_weights_gradient_in_fp32() -> None:

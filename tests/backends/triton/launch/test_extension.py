@@ -143,6 +143,20 @@ def test_hidden_of_other_strides(place: Place, way: str, number: int) -> None:
         require_same(gradients(same), expected)
 
 
+@pytest.mark.parametrize(**grid(places=TRITON_PLACES, number=(2, 5, 17)))
+def test_hidden_of_one_dim(place: Place, number: int) -> None:
+    """torch calls a column contiguous, whatever its strides."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, 1, generator=generator) for size in (number, 40))
+    targets = torch.randint(40, (number,), generator=generator).to(place.device)
+    hidden, weight = hidden.to(place.device), weight.to(place.device)
+    expected = torch.nn.functional.cross_entropy(hidden @ weight.T, targets)
+    wide = torch.cat([hidden, hidden], 1)
+    for same in (hidden, wide[:, :1], hidden.T.contiguous().T):
+        loss = linear_cross_entropy(same, weight, targets, backend="triton")
+        torch.testing.assert_close(loss, expected)
+
+
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, way=tuple(EXTENDED)))
 def test_memory_behind_hidden_changes_nothing(place: Place, way: str) -> None:
     tensors = problem_of(place, 200)
