@@ -40,6 +40,12 @@ def require_tensor(name: str, value: object) -> Tensor:
     if value.layout != torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else f"one of {value.layout}"
         raise ValueError(f"{name} must be a dense tensor, got {kind}")
+    if not torch.compiler.is_compiling() and value.is_neg():
+        # Its memory holds the negatives of its values, and kernels read memory.
+        raise ValueError(
+            f"{name} must lie in memory as it is, got a view that torch negates when it reads it, "
+            f"as of x.conj().imag: pass {name}.resolve_neg()"
+        )
     if type(value) not in (Tensor, nn.Parameter) and _is_made_of_others(value):
         raise ValueError(
             f"{name} must be a plain tensor or a DTensor, got {type(value)}, which has no memory "

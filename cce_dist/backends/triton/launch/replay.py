@@ -141,6 +141,8 @@ def _describe(values: tuple[Any, ...], parts: list[Any], inputs: list[Tensor]) -
         elif take is _TENSOR:
             if value.is_nested or not value.numel() or value.layout is not torch.strided:
                 return False
+            if value.is_neg():
+                return False  # checks refuse it
             inputs.append(value)
             parts += (value.shape, value.stride(), value.dtype, value.device)
         elif take is None:

@@ -123,26 +123,6 @@ def test_each_shape_and_shift(place: Place, shape: tuple[int, ...], shift: int) 
         torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    # Fewer than 16 tokens are a view of one row.
-    **grid(places=TRITON_PLACES, way=tuple(EXTENDED), number=(2, 15, 17, 200))
-)
-def test_hidden_of_other_strides(place: Place, way: str, number: int) -> None:
-    hidden, weight, targets = problem_of(place, number)
-
-    def gradients(same: Tensor) -> list[Tensor]:
-        leaf, leaf_weight = same.detach().requires_grad_(), weight.clone().requires_grad_()
-        output = output_of((leaf, leaf_weight, targets), way, bias=None)
-        getattr(output, "loss", output).sum().backward()
-        assert leaf.grad is not None and leaf_weight.grad is not None
-        return [leaf.grad, leaf_weight.grad]
-
-    expected = gradients(hidden.contiguous())
-    wide, dims_first = torch.cat([hidden, hidden], 1), hidden.T.contiguous()
-    for same in (wide[:, : hidden.shape[1]], dims_first.T):
-        require_same(gradients(same), expected)
-
-
 @pytest.mark.parametrize(**grid(places=TRITON_PLACES, number=(2, 5, 17)))
 def test_hidden_of_one_dim(place: Place, number: int) -> None:
     """torch calls a column contiguous, whatever its strides."""
