@@ -311,9 +311,13 @@ def _grads_by_chunks(
     plan.warm_up(tokens, head, expected, None)
     require_same_chunks(size, weight.device, plan.group)
     # Without tokens there is one empty chunk, which gives statistics and gradients their shapes.
-    for start in range(0, max(num_tokens, 1), size):
-        at = slice(start, min(start + size, num_tokens))
-        _add_chunk(sums, tokens, at, head, plan, upstream_of, room)
+    chunks, start, places = tokens.chunks(size), 0, None
+    if tokens.count is not None:
+        places = torch.arange(len(chunks[0]), device=weight.device)
+    for chunk in chunks:
+        at = slice(start, start + len(chunk))
+        _add_chunk(sums, chunk.alone(places), at, head, plan, upstream_of, room)
+        start = at.stop
     if sums.late is not None:
         assert add_late is not None and grad_weight is not None
         add_late(tokens, sums.late.grads, grad_weight)
@@ -335,16 +339,16 @@ def _late_targets(grad_weight: Tensor, num_tokens: int, size: int) -> LateTarget
 
 def _add_chunk(
     sums: _Sums,
-    tokens: Tokens,
-    at: slice,
+    chunk: Tokens,
+    at: slice,  # of all tokens
     head: Head,
     plan: Plan,
     upstream_of: Callable[[Stats, slice], Upstream],
     room: Room,
 ) -> None:
-    """Takes steps 1 to 3 of the tokens `at`. What it allocates is freed when it returns: the next
-    chunk's logits take that memory."""
-    chunk, weight, local_sum = tokens.alone(at.start, at.stop), None, None
+    """Takes steps 1 to 3 of a chunk. What it allocates is freed when it returns: the next chunk's
+    logits take that memory."""
+    weight = local_sum = None
     if sums.weight is not None:
         late = sums.late and replace(sums.late, grads=sums.late.grads[at])
         weight = WeightGrad(sums.weight, at.start > 0, late)

@@ -80,7 +80,7 @@ class Pair:
 
     def of_tokens(self, start: int, stop: int) -> Pair:
         """Returns the pair of some tokens, with all their logits in memory."""
-        student, teacher = (x.alone(start, stop) for x in (self.student, self.teacher))
+        student, teacher = (x.slice(start, stop).alone() for x in (self.student, self.teacher))
         part = replace(self, student=student, teacher=teacher)
         size = TileSize(max(1, stop - start), max(1, self.head.weight.shape[0]))
         return replace(part, whole=next(part._tiles_of(size), None))
