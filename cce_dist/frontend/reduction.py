@@ -276,6 +276,10 @@ class Finish:
         loss = self._scatter(loss) if self.options.reduction == "none" else loss.sum()
         return self.with_stats(loss, lse, entropy, plain)
 
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Takes values [N] of the tokens that count out of the shape of each target's loss."""
+        return gathered(values, self.picked.rows, self.shape, self.options.shift)
+
     def with_stats(
         self, loss: Tensor, lse: Tensor, entropy: Tensor | None, plain: list[Tensor | None]
     ) -> Tensor | LossOutput:

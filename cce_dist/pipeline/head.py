@@ -39,7 +39,7 @@ from cce_dist.pipeline.comm.groups import make_couriers, make_groups, start_broa
 from cce_dist.pipeline.comm.neighbours import Neighbours
 from cce_dist.pipeline.frequent_rows import FrequentRows
 from cce_dist.pipeline.grads import RowGradients
-from cce_dist.pipeline.microbatch import Microbatch, start_forward, without_autograd
+from cce_dist.pipeline.microbatch import Microbatch, sent_grad, start_forward, without_autograd
 from cce_dist.pipeline.warm_up import warm_up_head
 from cce_dist.ranks.gather import gather_tokens
 from cce_dist.ranks.hidden_sum import reduce_grad_hidden
@@ -273,16 +273,13 @@ class PipelineHead:
         return self._merged(self._under_way(index))[0]
 
     def weigh(self, index: int, root: int, grad_losses: Tensor | None = None) -> None:
-        """Starts to send the gradient of `losses` to all ranks, without waiting.
-
-        Args: grad_losses: fp32 or float64 in targets' shape, on the last stage's rank.
-        """
+        """Starts to send the gradient of `losses`, of their shape and in fp32 or float64, from the
+        last stage's rank to all ranks, without waiting."""
         batch, dtype = self._under_way(index), accumulate_dtype(self.hidden_dtype)
         assert self._weighing is not None
-        if grad_losses is None:
-            shape = self.targets_shape
-            grad_losses = torch.empty(shape, dtype=dtype, device=self.weight.device)
-        batch.grad_losses = grad_losses.to(dtype).contiguous()
+        *others, length = self.targets_shape
+        like = self.weight.new_empty(*others, max(length - self.options.shift, 0), dtype=dtype)
+        batch.grad_losses = sent_grad(grad_losses, like) if self.rank == root else like
         batch.weighed = start_broadcast(root, self._weighing, batch.grad_losses)
 
     @without_autograd
@@ -389,7 +386,7 @@ class PipelineHead:
         loss = finish.result(*vectors, None, [])
         assert isinstance(loss, Tensor)
         if batch.grad_losses is not None:
-            scale = scale * finish.picked.take(batch.grad_losses, finish.options.shift)
+            scale = scale * finish.of_tokens(batch.grad_losses)
         return loss, stats, finish.terms.upstream(*vectors[1:]).scaled(scale)
 
     def checked(self, hidden: Tensor | None, targets: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ class Microbatch:
     scores: Scores | None = None
     merge: Callable[[], Stats] | None = None
     merged: Stats | None = None
-    grad_losses: Tensor | None = None  # targets' shape
+    grad_losses: Tensor | None = None  # of the losses' shape
     weighed: Callable[[], object] | None = None
     grad: Tensor | None = None  # [N, D] this rank's part, then the sum
     is_taken: bool = False  # this rank has the last stage
@@ -89,3 +89,15 @@ def without_autograd(phase: Callable[P, R]) -> Callable[P, R]:
             return phase(*args, **kwargs)
 
     return run
+
+
+def sent_grad(grad_losses: object, like: Tensor) -> Tensor:
+    """Returns the gradient that the last stage's rank sends, in the memory layout of `like`, into
+    which the others receive it."""
+    if not isinstance(grad_losses, Tensor) or grad_losses.shape != like.shape:
+        got = list(grad_losses.shape) if isinstance(grad_losses, Tensor) else grad_losses
+        raise ValueError(
+            f"grad_losses must have the shape of losses, {list(like.shape)}, on the rank of the "
+            f"last stage, got {got}"
+        )
+    return grad_losses.to(like).contiguous()

@@ -214,8 +214,9 @@ def over_stages(group: dist.ProcessGroup, shape: tuple[int, ...], shift: int) ->
         head.post(0, 1, *((given["hidden"], given["targets"]) if is_last else ()))
         head.statistics(0)
         if reduction == "none":
-            require_nothing(head.losses(0), shape, shift, reduction)
-            head.weigh(0, 1, torch.ones(shape) if is_last else None)
+            losses = head.losses(0)
+            require_nothing(losses, shape, shift, reduction)
+            head.weigh(0, 1, torch.ones_like(losses) if is_last else None)
         loss = head.gradients(0, 1)
         require_nothing(loss, shape, shift, reduction)
         grad = head.take(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import weakref
 from collections.abc import Iterator
@@ -33,6 +34,10 @@ from cce_dist.integrations.transformers.expression import (
 from cce_dist.integrations.transformers.logits import DeferredLogits, not_compiled
 
 QUANTISERS = ("bitsandbytes", "torchao", "optimum")
+# Of PEFT's layers: which adapters they add, and how much of each.
+PEFT_SWITCHES = ("disable_adapters", "active_adapters", "merged_adapters", "scaling")
+# Modules whose output is the same in training and in evaluation, or whose parts have the mode.
+WITHOUT_MODE = (nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.Sequential)
 
 
 class Deferral:
@@ -144,8 +149,9 @@ class Deferral:
         call, stage = self.call, self.call.stage
         if _state_of(self.head) != self.state:
             raise PatchError(
-                "the head's weights changed after the head was called, or its adapters, so that "
-                "its logits cannot be computed any more: read them before the optimizer's step"
+                "the head changed after it was called (its weights or buffers, adapters, hooks, or "
+                "the mode of its dropout), so that its logits cannot be computed any more: read "
+                "them before, such as before the optimizer's step"
             )
         # It may be read in another thread than the forward's.
         thread, self.thread = self.thread, threading.get_ident()
@@ -294,11 +300,19 @@ def _of_all_modules(name: str) -> list[Any]:
 
 
 def _state_of(head: nn.Module) -> list[Any]:
-    """Returns versions of the head's weights, and PEFT's switches of adapters: other ones make
-    other logits."""
-    switches = ("disable_adapters", "active_adapters")
-    state: list[Any] = [(id(x), version_of(x)) for x in head.parameters()]
-    return state + [getattr(x, name, None) for x in head.modules() for name in switches]
+    """Returns versions of the head's tensors, its hooks, PEFT's switches of adapters, and the mode
+    of modules that have one: other ones make other logits, or another gradient."""
+    tensors = (*head.parameters(), *head.buffers())
+    state: list[Any] = [(id(x), version_of(x), x.dtype, x.shape, x.requires_grad) for x in tensors]
+    hooks = [*_of_all_modules("forward_pre_hooks"), *_of_all_modules("forward_hooks")]
+    for module in head.modules():
+        state += [copy.copy(getattr(module, name, None)) for name in PEFT_SWITCHES]
+        hooks += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        of_peft = type(module).__module__.startswith("peft.")
+        is_linear = type(module).forward is nn.Linear.forward
+        if not (of_peft or is_linear or isinstance(module, WITHOUT_MODE)):
+            state.append(module.training)
+    return state + [id(x) for x in hooks if not comes_from_wrapper(x)]
 
 
 def require_linear(name: str, head: Any) -> None:

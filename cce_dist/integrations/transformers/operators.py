@@ -5,6 +5,7 @@ A handler returns NotImplemented where its function needs the logits themselves.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import numbers
@@ -68,7 +69,8 @@ def _add(left: Any, right: Any) -> Any:
         return NotImplemented
     dtype = torch.promote_types(logits.dtype, other.dtype)
     if is_columns:
-        return _changed(logits, logits.expression.plus_columns(other), dtype)
+        # The caller may write there before the logits are computed.
+        return _changed(logits, logits.expression.plus_columns(other.clone()), dtype)
     return _changed(logits, logits.expression.plus(other.expression), dtype)
 
 
@@ -199,6 +201,8 @@ def _getitem(logits: DeferredLogits, index: Any) -> Any:
         whole = isinstance(last, slice) and last in (slice(None), slice(0, None))
         if not whole and (reaches or last is not Ellipsis):
             return NotImplemented
+    # The caller may write to a mask or a list before the logits are computed.
+    index = copy.deepcopy(index)
     return _of_rows(logits, lambda x: x[index])
 
 

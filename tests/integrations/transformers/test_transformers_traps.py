@@ -204,13 +204,13 @@ def test_logits_of_other_weights_or_adapters_are_refused(llama: Any) -> None:
     integration.patch(llama)
     weights = {name: x.detach() for name, x in llama.named_parameters()}
     output = torch.func.functional_call(llama, weights, (), BATCH)
-    with pytest.raises(PatchError, match="or its adapters"):
+    with pytest.raises(PatchError, match="adapters"):
         output.logits.exp()
     config = peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False)
     model = integration.patch(peft.get_peft_model(copy.deepcopy(llama), config))
     with model.disable_adapter():
         output = model(**BATCH)
-    with pytest.raises(PatchError, match="or its adapters"):
+    with pytest.raises(PatchError, match="adapters"):
         output.logits.exp()
 
 
@@ -329,3 +329,69 @@ def test_a_weight_that_changes_before_the_backward_is_noticed(llama: Any) -> Non
         weight.add_(0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_indices_and_columns_that_are_used_again(llama: Any) -> None:
+    """Logits are computed when they are read: from the values that a mask, a list or a tensor of
+    columns had when it was applied."""
+
+    def parts() -> list[Tensor]:
+        logits = llama(**BATCH).logits
+        mask, columns, index = torch.zeros_like(MASK), torch.zeros(VOCAB_SIZE), [0]
+        rows, taken = torch.tensor([0, 1]), []
+        for i in range(2):
+            mask.zero_()
+            mask[i] = True
+            columns[i] = index[0] = i
+            taken += [logits[mask], logits + columns, logits[index], logits[0, rows]]
+            rows += 3
+        return [x.clone() for x in taken]
+
+    with torch.no_grad():
+        expected = parts()
+        integration.patch(llama)
+        torch.testing.assert_close(parts(), expected)
+    integration.remove(llama)
+
+
+def lora(model: Any) -> Any:
+    config = peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False, lora_dropout=0.5)
+    return peft.get_peft_model(model, config)
+
+
+def scaling_of(model: Any) -> Any:
+    return model.base_model.model.lm_head.scaling
+
+
+def doubled(module: Any, inputs: Any) -> Any:
+    return (inputs[0] * 2,)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object]]] = {
+    "evaluation, LoRA with dropout": (lora, lambda x: x.eval()),
+    "a merged adapter": (lora, lambda x: x.merge_adapter()),
+    "an adapter's scale": (lora, lambda x: scaling_of(x).update(default=0.1)),
+    "a pre-hook": (lambda x: x, lambda x: x.lm_head.register_forward_pre_hook(doubled)),
+    "a frozen head": (lambda x: x, lambda x: x.lm_head.requires_grad_(False)),
+    "a buffer": (lambda x: x, lambda x: x.lm_head.register_buffer("scale", torch.ones(1))),
+    "half": (lambda x: x, lambda x: x.half()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_head_that_changes_before_its_logits_are_read(change: str) -> None:
+    prepare, then = CHANGES[change]
+    model = prepare(make("llama")).train()
+    integration.patch(model)
+    logits = model(**BATCH).logits
+    then(model)
+    with pytest.raises(PatchError, match="the head changed after it was called"):
+        logits.clone()
+
+
+def test_the_mode_of_a_head_without_one() -> None:
+    model = make("llama").train()
+    integration.patch(model)
+    logits = model(**BATCH).logits
+    model.eval()
+    assert logits.clone().equal(model(**BATCH).logits.clone())
