@@ -303,7 +303,8 @@ def _state_of(head: nn.Module) -> list[Any]:
     """Returns versions of the head's tensors, its hooks, PEFT's switches of adapters, and the mode
     of modules that have one: other ones make other logits, or another gradient."""
     tensors = (*head.parameters(), *head.buffers())
-    state: list[Any] = [(id(x), version_of(x), x.dtype, x.shape, x.requires_grad) for x in tensors]
+    # Not shapes: ZeRO-3 and FSDP take a weight apart, and gather it again.
+    state: list[Any] = [(id(x), version_of(x), x.dtype, x.requires_grad) for x in tensors]
     hooks = [*_of_all_modules("forward_pre_hooks"), *_of_all_modules("forward_hooks")]
     for module in head.modules():
         state += [copy.copy(getattr(module, name, None)) for name in PEFT_SWITCHES]
